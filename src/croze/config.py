@@ -1,0 +1,297 @@
+"""Options as frozen dataclasses, ``key=value`` overrides, and where each value came from.
+
+The keys are ``steps``, ``seed``, ``group_size``, ``groups_per_step``, ``run.dir`` and ``<section>.<field>``
+for the sections below. Every field's meaning and unit is its docstring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from croze.errors import ConfigError
+
+Source = Literal["default", "file", "override", "planner"]
+T = TypeVar("T")
+
+
+def options(cls: type[T]) -> type[T]:
+    """Frozen, slotted, keyword-only."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+@options
+class Sampling:
+    """How the policy samples."""
+
+    temperature: float = 1.0
+    """Divides the logits; log-probs are those of the divided ("processed") distribution."""
+    top_p: float = 1.0
+    """Nucleus mass; below 1 only for eval: the truncated distribution is not what the loss assumes."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all. Above 0 only for eval."""
+    max_tokens: int = 256
+    """New tokens a reply may have."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a reply (kept in the tokens, cut from the text)."""
+
+
+@options
+class Optim:
+    """AdamW on fp32 masters."""
+
+    lr: float = 1e-6
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at 0 at the last step."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from 0."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    minibatches: int = 1
+    """Optimizer steps per batch of rollouts; groups are never split between them."""
+    tokens_per_microbatch: int = 8192
+    """Upper bound of computed tokens (shared prompts once) in one forward; one sample may exceed it."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    share_prompt: bool = True
+    """Compute a group's shared prompt once in training too."""
+
+
+@options
+class Lora:
+    """Low-rank adapters instead of a full fine-tune; ``rank=0`` trains all weights."""
+
+    rank: int = 0
+    alpha: float = 32.0
+    """Scale numerator: the adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@options
+class Algo:
+    """The algorithm and its knobs; see ``croze.train.algorithms`` for formulas and papers."""
+
+    name: Literal["grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
+    advantage_std: bool = True
+    """GRPO: divide by the group's standard deviation (False: Dr. GRPO)."""
+    normalizer: Literal["tokens", "sequence", "constant"] = "tokens"
+    """Loss normaliser: all trained tokens of the batch (DAPO), mean of sequence means (GRPO), or
+    sequences x sampling.max_tokens (Dr. GRPO)."""
+    clip_low: float = 0.2
+    """Lower clip range of the ratio."""
+    clip_high: float = 0.28
+    """Upper clip range of the ratio (DAPO: larger than the lower)."""
+    anchor: Literal["rollout", "recomputed"] = "rollout"
+    """What the ratio divides by: the sampler's log-probs, or the trainer's own before the first update."""
+    importance: Literal["none", "truncate", "mask"] = "none"
+    """With a recomputed anchor, correct for sampler against trainer: weight clipped, or masked out, above the cap."""
+    importance_cap: float = 2.0
+    kl: float = 0.0
+    """Weight of the k3 KL to the reference (the initial weights); 0 keeps no reference."""
+    entropy: float = 0.0
+    """Weight of an entropy bonus."""
+    skip_zero_advantage: bool = True
+    """Leave out of the computation groups that cannot move the loss, denominators unchanged."""
+
+
+@options
+class EngineOptions:
+    """The built-in engine."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Arithmetic of forward passes, engine and trainer alike; auto: bfloat16 where the machine has it."""
+    device: str = "auto"
+    """"cpu", "cuda", or auto."""
+    threads: int = 0
+    """Torch threads; 0: all cores this process may use."""
+    kv_memory_mib: int = 1024
+    """Most KV-cache memory; requests queue rather than exceed it."""
+    max_rows: int = 256
+    """Most sequences decoded at once."""
+    prefill_chunk: int = 2048
+    """Most prompt tokens computed in one forward."""
+    self_check: bool = True
+    """Measure at start on which shapes this machine is exact."""
+
+
+@options
+class LoopOptions:
+    """The loop."""
+
+    eval_every: int = 0
+    """Steps between evaluations on held-out tasks; 0: only at the start and the end where eval_tasks > 0."""
+    eval_tasks: int = 0
+    """Held-out tasks per evaluation."""
+    retries: int = 2
+    """Fresh attempts for a rollout that met an infra fault."""
+
+
+@options
+class RewardOptions:
+    """Judging."""
+
+    timeout_s: float = 30.0
+    """Seconds one reward call may take, its sandbox work included."""
+    concurrency: int = 16
+    """Reward calls in flight at once."""
+
+
+@options
+class SandboxOptions:
+    """Limits of each sandbox a reward or tool asks for."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 10.0
+    memory_mib: int = 512
+    pids: int = 32
+    disk_mib: int = 64
+    allow_unsafe: bool = False
+    """Run code as plain subprocesses, without isolation."""
+
+
+@options
+class SyncOptions:
+    """Publishing weights."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """The published dtype; the trainer's forward runs on the published copy."""
+
+
+@options
+class TraceOptions:
+    """The run folder's trace tables."""
+
+    tokens: bool = True
+    """Keep every token with its log-prob, mask and weights id."""
+
+
+SECTIONS: dict[str, type] = {
+    "sampling": Sampling,
+    "optim": Optim,
+    "lora": Lora,
+    "algo": Algo,
+    "engine": EngineOptions,
+    "loop": LoopOptions,
+    "reward": RewardOptions,
+    "sandbox": SandboxOptions,
+    "sync": SyncOptions,
+    "trace": TraceOptions,
+}
+
+
+def parse_words(words: Iterable[str]) -> dict[str, str]:
+    """Split ``key=value`` words; a word without ``=``, or a key given twice, is an error."""
+    parsed: dict[str, str] = {}
+    for word in words:
+        key, eq, value = word.partition("=")
+        if not eq or not key:
+            raise ConfigError(
+                f"{word!r} is not an override", where="command line", fix="write key=value, e.g. optim.lr=2e-5"
+            )
+        if key in parsed:
+            raise ConfigError(f"{key!r} is given twice", where="command line", fix="keep one of them")
+        parsed[key] = value
+    return parsed
+
+
+def coerce(key: str, text: str, annotation: Any) -> Any:
+    """Turn an override's text into the type a field declares, or say what was wanted."""
+    origin = typing.get_origin(annotation)
+    args = typing.get_args(annotation)
+    if origin is Literal:
+        if text in args:
+            return text
+        raise ConfigError(
+            f"{key} wants one of {', '.join(map(str, args))}, got {text!r}", where=key, fix=suggest(text, args)
+        )
+    if origin in (typing.Union, types.UnionType):
+        if text.lower() in ("none", "null") and type(None) in args:
+            return None
+        return coerce(key, text, next(a for a in args if a is not type(None)))
+    if origin is tuple:
+        words = [w for w in text.split(",") if w != ""]
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(coerce(key, w, args[0]) for w in words)
+        if len(words) != len(args):
+            raise ConfigError(f"{key} wants {len(args)} values, got {text!r}", where=key, fix="separate them by commas")
+        return tuple(coerce(key, w, a) for w, a in zip(words, args, strict=True))
+    if annotation is bool:
+        if text.lower() in ("true", "1", "yes", "on"):
+            return True
+        if text.lower() in ("false", "0", "no", "off"):
+            return False
+        raise ConfigError(f"{key} wants true or false, got {text!r}", where=key)
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            raise ConfigError(f"{key} wants {_type_name(annotation)}, got {text!r}", where=key) from None
+    if annotation is str:
+        return text
+    raise ConfigError(f"{key} cannot be set on the command line", where=key, fix="set it in the task file")
+
+
+def _type_name(annotation: Any) -> str:
+    return {int: "a whole number", float: "a number"}.get(annotation, str(annotation))
+
+
+def suggest(word: str, names: Iterable[Any]) -> str | None:
+    """The nearest right name as a sentence, or None."""
+    near = difflib.get_close_matches(word, [str(n) for n in names], n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
+def check_types(section: str, value: Any) -> None:
+    """Hold every field of an options object to its annotation (values from a task file are unchecked Python)."""
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        have, want = getattr(value, field.name), hints[field.name]
+        if not matches(have, want):
+            raise ConfigError(f"{section}.{field.name} wants {_describe(want)}, got {have!r}", where="task file")
+
+
+def matches(value: Any, annotation: Any) -> bool:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return value in args
+    if origin in (typing.Union, types.UnionType):
+        return any(matches(value, a) for a in args)
+    if annotation is type(None):
+        return value is None
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        if len(args) == 2 and args[1] is Ellipsis:
+            return all(matches(v, args[0]) for v in value)
+        return len(value) == len(args) and all(matches(v, a) for v, a in zip(value, args, strict=True))
+    if annotation is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _describe(annotation: Any) -> str:
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
+    return _type_name(annotation) if annotation in (int, float) else str(getattr(annotation, "__name__", annotation))
+
+
+def to_plain(value: Any) -> Any:
+    """Options as JSON-ready data."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_plain(v) for v in value]
+    return value

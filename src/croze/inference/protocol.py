@@ -1,0 +1,116 @@
+"""What an engine is: token ids in, a stream of (ids, log-probs, weights id) out, weights in two phases."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from croze.types import Finish, WeightsId
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """One request's sampling. ``seed`` and the sibling's key select the Philox stream: one uniform per
+    (key, position), so that tokens do not depend on what else is in the batch."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """``len(keys)`` siblings that continue one prompt. prompt_P int32 is prefilled once for all of them;
+    suffixes[i] int32 (optional) are tokens sibling i already has after the prompt (earlier turns).
+    ``keys`` are 64-bit stream ids."""
+
+    id: str
+    prompt_P: np.ndarray
+    keys: tuple[int, ...]
+    params: SamplingParams
+    suffixes: tuple[np.ndarray, ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one sibling, all under one ``weights_id``; ``finish`` is set on its last chunk.
+    ids_T int32, logprobs_T float32 (natural log, of the temperature-scaled distribution)."""
+
+    request_id: str
+    sibling: int
+    ids_T: np.ndarray
+    logprobs_T: np.ndarray
+    weights_id: WeightsId
+    finish: Finish | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot: sequences decoding, requests queued, KV bytes used and their cap, tokens since start."""
+
+    rows: int
+    queued: int
+    kv_bytes: int
+    kv_limit_bytes: int
+    prompt_tokens: int
+    generated_tokens: int
+    forwards: int
+
+
+class Engine(Protocol):
+    """A policy being served. All calls come from one event loop."""
+
+    @property
+    def weights_id(self) -> WeightsId: ...
+
+    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Chunks of all siblings as they come; closing the iterator aborts what is left."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request's siblings at the next token boundary with finish="aborted"."""
+        ...
+
+    async def score(self, prompt_P: np.ndarray, suffix_S: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        """Log-probs float32 [S] of each suffix token given all before it."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop at a token boundary; returns once no forward runs. Requests stay."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def prepare(self, weights_id: WeightsId, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Take new weights beside the served ones."""
+        ...
+
+    async def commit(self, weights_id: WeightsId) -> None:
+        """Serve the prepared weights from the next token on."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def health(self) -> float:
+        """Seconds one real one-token decode took; raises EngineFault when it cannot."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, and the chat template."""
+
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def render(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Chat messages through the model's template, ready for the assistant's reply."""
+        ...

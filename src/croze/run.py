@@ -1,0 +1,144 @@
+"""``Run``: the declaration, pure data. The verbs live in the packages that do them."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from croze import config
+from croze.config import (
+    Algo,
+    EngineOptions,
+    Lora,
+    LoopOptions,
+    Optim,
+    RewardOptions,
+    Sampling,
+    SandboxOptions,
+    Source,
+    SyncOptions,
+    TraceOptions,
+)
+from croze.errors import ConfigError, DeclarationError
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A model, tasks and a reward: all that a run is, before anything is started.
+
+    ``model``: a built-in name, hub id, local directory or .gguf file. ``tasks``: what ``cz.tasks`` returns, or
+    anything it accepts. ``reward``: one function, called by argument name. The rest are options; every one of
+    them can be overridden on the command line as ``key=value``.
+    """
+
+    model: str
+    tasks: Any
+    reward: RewardFunction
+    eval_tasks: Any = None
+    """Held-out tasks; None holds out a part of ``tasks`` where loop.eval_tasks asks for it."""
+    name: str = "run"
+    seed: int = 0
+    steps: int = 100
+    """Optimizer batches to train."""
+    group_size: int = 8
+    """Rollouts per task."""
+    groups_per_step: int = 8
+    """Tasks per step."""
+    dir: str = ""
+    """The run folder (key ``run.dir``); empty: runs/NAME-ID."""
+    sampling: Sampling = field(default_factory=Sampling)
+    optim: Optim = field(default_factory=Optim)
+    lora: Lora = field(default_factory=Lora)
+    algo: Algo = field(default_factory=Algo)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    loop: LoopOptions = field(default_factory=LoopOptions)
+    reward_options: RewardOptions = field(default_factory=RewardOptions)
+    sandbox: SandboxOptions = field(default_factory=SandboxOptions)
+    sync: SyncOptions = field(default_factory=SyncOptions)
+    trace: TraceOptions = field(default_factory=TraceOptions)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise DeclarationError("Run.model must be a model's name or path", where="Run(model=...)")
+        if not callable(self.reward):
+            raise DeclarationError(
+                f"Run.reward must be a function, got {type(self.reward).__name__}", where="Run(reward=...)"
+            )
+        hints = typing.get_type_hints(Run)
+        for key in TOP_KEYS.values():
+            if not config.matches(getattr(self, key), hints[key]):
+                raise ConfigError(f"{key} wants {hints[key].__name__}, got {getattr(self, key)!r}", where="Run")
+        for section, cls in config.SECTIONS.items():
+            value = getattr(self, _FIELD_OF.get(section, section))
+            if not isinstance(value, cls):
+                raise ConfigError(f"{section} wants cz.{cls.__name__}(...), got {value!r}", where="Run")
+            config.check_types(section, value)
+        for key, low in (("steps", 0), ("group_size", 1), ("groups_per_step", 1)):
+            if getattr(self, key) < low:
+                raise ConfigError(f"{key} must be at least {low}, got {getattr(self, key)}", where="Run")
+
+    def keys(self) -> dict[str, Any]:
+        """Every key with its value, dotted: what ``config.json`` and ``check`` show."""
+        flat: dict[str, Any] = {key: getattr(self, name) for key, name in TOP_KEYS.items()}
+        for section in config.SECTIONS:
+            value = getattr(self, _FIELD_OF.get(section, section))
+            for f in dataclasses.fields(value):
+                flat[f"{section}.{f.name}"] = config.to_plain(getattr(value, f.name))
+        return flat
+
+    def override(self, words: Mapping[str, str], source: str = "command line") -> Run:
+        """A copy with ``key=value`` overrides applied; unknown keys and wrong types are errors."""
+        top: dict[str, Any] = {}
+        nested: dict[str, dict[str, Any]] = {}
+        hints = typing.get_type_hints(Run)
+        for key, text in words.items():
+            section, _, name = key.partition(".")
+            if key in TOP_KEYS:
+                top[TOP_KEYS[key]] = config.coerce(key, text, hints[TOP_KEYS[key]])
+            elif section in config.SECTIONS and name in _fields(config.SECTIONS[section]):
+                annotation = typing.get_type_hints(config.SECTIONS[section])[name]
+                nested.setdefault(section, {})[name] = config.coerce(key, text, annotation)
+            else:
+                raise ConfigError(
+                    f"unknown key {key!r}", where=source, fix=config.suggest(key, all_keys()) or "see `croze keys`"
+                )
+        for section, changes in nested.items():
+            attribute = _FIELD_OF.get(section, section)
+            top[attribute] = dataclasses.replace(getattr(self, attribute), **changes)
+        return dataclasses.replace(self, **top)
+
+
+TOP_KEYS: dict[str, str] = {
+    "model": "model",
+    "name": "name",
+    "seed": "seed",
+    "steps": "steps",
+    "group_size": "group_size",
+    "groups_per_step": "groups_per_step",
+    "run.dir": "dir",
+}
+_FIELD_OF = {"reward": "reward_options"}
+
+
+def _fields(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def all_keys() -> list[str]:
+    """Every key an override may set."""
+    nested = [f"{section}.{name}" for section, cls in config.SECTIONS.items() for name in sorted(_fields(cls))]
+    return [*TOP_KEYS, *nested]
+
+
+def provenance(run: Run, overrides: Mapping[str, str]) -> dict[str, tuple[Any, Source]]:
+    """Where each key's value came from: the command line, the task file, or the default."""
+    defaults = Run(model="default", tasks=(), reward=print).keys()
+    return {
+        key: (value, "override" if key in overrides else "default" if value == defaults[key] else "file")
+        for key, value in run.keys().items()
+    }
