@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -99,18 +99,3 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
-
-
-class Tokenizer(Protocol):
-    """Text to ids and back, and the chat template."""
-
-    eos_ids: tuple[int, ...]
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def render(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Chat messages through the model's template, ready for the assistant's reply."""
-        ...

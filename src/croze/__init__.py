@@ -1,0 +1,86 @@
+"""croze: RL post-training infrastructure for language models. The public names, imported when first used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from croze.config import (
+        Algo,
+        EngineOptions,
+        Lora,
+        LoopOptions,
+        Optim,
+        RewardOptions,
+        Sampling,
+        SandboxOptions,
+        SyncOptions,
+        TraceOptions,
+    )
+    from croze.env.tasks import TaskSource, tasks
+    from croze.errors import CrozeError
+    from croze.loop.verbs import evaluate, train
+    from croze.run import Run
+    from croze.sandbox.protocol import ExecResult, Sandbox
+    from croze.types import Outcome, Rollout, Task
+
+_HOMES = {
+    "croze.config": (
+        "Algo",
+        "EngineOptions",
+        "Lora",
+        "LoopOptions",
+        "Optim",
+        "RewardOptions",
+        "Sampling",
+        "SandboxOptions",
+        "SyncOptions",
+        "TraceOptions",
+    ),
+    "croze.env.tasks": ("TaskSource", "tasks"),
+    "croze.errors": ("CrozeError",),
+    "croze.loop.verbs": ("evaluate", "train"),
+    "croze.run": ("Run",),
+    "croze.sandbox.protocol": ("ExecResult", "Sandbox"),
+    "croze.types": ("Outcome", "Rollout", "Task"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [  # noqa: RUF022 - grouped as a reader would look for them
+    "Run",
+    "tasks",
+    "train",
+    "evaluate",
+    "Outcome",
+    "Rollout",
+    "Task",
+    "TaskSource",
+    "Sandbox",
+    "ExecResult",
+    "Sampling",
+    "Optim",
+    "Lora",
+    "Algo",
+    "EngineOptions",
+    "LoopOptions",
+    "RewardOptions",
+    "SandboxOptions",
+    "SyncOptions",
+    "TraceOptions",
+    "CrozeError",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'croze' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
