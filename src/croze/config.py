@@ -20,6 +20,7 @@ Source = Literal["default", "file", "override", "planner"]
 T = TypeVar("T")
 
 
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(cls: type[T]) -> type[T]:
     """Frozen, slotted, keyword-only."""
     return dataclass(frozen=True, slots=True, kw_only=True)(cls)
@@ -48,9 +49,9 @@ class Optim:
     lr: float = 1e-6
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at 0 at the last step."""
+    """Shape after the warm-up; linear and cosine reach 0 just after the last step."""
     warmup_steps: int = 0
-    """Steps over which the rate rises linearly from 0."""
+    """Steps over which the rate rises linearly; the last of them has the peak rate."""
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -82,7 +83,9 @@ class Algo:
 
     name: Literal["grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
     advantage_std: bool = True
-    """GRPO: divide by the group's standard deviation (False: Dr. GRPO)."""
+    """GRPO, GSPO, CISPO: divide by the group's standard deviation (False: Dr. GRPO)."""
+    group_baseline: bool = False
+    """REINFORCE++: subtract the group's mean before normalising over the batch (REINFORCE++-baseline)."""
     normalizer: Literal["tokens", "sequence", "constant"] = "tokens"
     """Loss normaliser: all trained tokens of the batch (DAPO), mean of sequence means (GRPO), or
     sequences x sampling.max_tokens (Dr. GRPO)."""
@@ -195,7 +198,9 @@ def parse_words(words: Iterable[str]) -> dict[str, str]:
         key, eq, value = word.partition("=")
         if not eq or not key:
             raise ConfigError(
-                f"{word!r} is not an override", where="command line", fix="write key=value, e.g. optim.lr=2e-5"
+                f"{word!r} is not an override",
+                where="command line",
+                fix="write key=value, e.g. optim.lr=2e-5",
             )
         if key in parsed:
             raise ConfigError(f"{key!r} is given twice", where="command line", fix="keep one of them")
@@ -211,7 +216,9 @@ def coerce(key: str, text: str, annotation: Any) -> Any:
         if text in args:
             return text
         raise ConfigError(
-            f"{key} wants one of {', '.join(map(str, args))}, got {text!r}", where=key, fix=suggest(text, args)
+            f"{key} wants one of {', '.join(map(str, args))}, got {text!r}",
+            where=key,
+            fix=suggest(text, args),
         )
     if origin in (typing.Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in args:
@@ -222,7 +229,9 @@ def coerce(key: str, text: str, annotation: Any) -> Any:
         if len(args) == 2 and args[1] is Ellipsis:
             return tuple(coerce(key, w, args[0]) for w in words)
         if len(words) != len(args):
-            raise ConfigError(f"{key} wants {len(args)} values, got {text!r}", where=key, fix="separate them by commas")
+            raise ConfigError(
+                f"{key} wants {len(args)} values, got {text!r}", where=key, fix="separate them by commas"
+            )
         return tuple(coerce(key, w, a) for w, a in zip(words, args, strict=True))
     if annotation is bool:
         if text.lower() in ("true", "1", "yes", "on"):
@@ -256,7 +265,9 @@ def check_types(section: str, value: Any) -> None:
     for field in dataclasses.fields(value):
         have, want = getattr(value, field.name), hints[field.name]
         if not matches(have, want):
-            raise ConfigError(f"{section}.{field.name} wants {_describe(want)}, got {have!r}", where="task file")
+            raise ConfigError(
+                f"{section}.{field.name} wants {_describe(want)}, got {have!r}", where="task file"
+            )
 
 
 def matches(value: Any, annotation: Any) -> bool:
@@ -283,7 +294,11 @@ def matches(value: Any, annotation: Any) -> bool:
 def _describe(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    return _type_name(annotation) if annotation in (int, float) else str(getattr(annotation, "__name__", annotation))
+    return (
+        _type_name(annotation)
+        if annotation in (int, float)
+        else str(getattr(annotation, "__name__", annotation))
+    )
 
 
 def to_plain(value: Any) -> Any:

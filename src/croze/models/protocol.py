@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
+
+from croze.types import Prompt
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,10 +26,14 @@ class Tokenizer(Protocol):
     eos_ids: tuple[int, ...]
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of ``text`` alone; special tokens that it spells are read as such only if ``special``."""
+        ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``, special tokens (the end of a reply among them) left out unless ``special``."""
+        ...
 
-    def render(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Chat messages through the model's template, ready for the assistant's reply."""
+    def render(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids, ready for the reply: messages in the chat template, text as a document's start."""
         ...

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a loss sees of a micro-batch, flat over its suffix tokens N (tensors on the trainer's device, fp32).
+    """What a loss sees of a micro-batch, flat over its suffix tokens N (fp32, on the trainer's device).
 
     sequence_N int64: which of ``sequences`` samples a token belongs to (a sample is never split).
     mask_N: 1.0 trained, 0.0 not. weights_N: the normaliser, 0 where masked. reference_N may be None.
@@ -36,10 +36,19 @@ class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
 class Algorithm(Protocol):
     """Groups -> samples with advantages and normalisers -> a loss."""
 
-    name: str
-    needs_entropy: bool
-    needs_reference: bool
-    recompute_anchor: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    @property
+    def needs_reference(self) -> bool: ...
+
+    @property
+    def recompute_anchor(self) -> bool:
+        """Whether the trainer fills ``anchor_S`` with its own log-probs before the step's first update."""
+        ...
 
     def minibatches(self, groups: Sequence[Group], step: int) -> list[Batch]:
         """Split a step's groups into optimizer batches, normalisers fixed over each whole batch."""
@@ -63,10 +72,14 @@ class TrainStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step: the gradient's global norm before clipping, and the rate used."""
+    """One optimizer step: the gradient's global norm before clipping, and the rate used.
+
+    ``skipped``: the gradient was not finite, so nothing was changed.
+    """
 
     grad_norm: float
     lr: float
+    skipped: bool = False
 
 
 class Trainer(Protocol):

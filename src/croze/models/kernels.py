@@ -1,0 +1,134 @@
+"""The operations of a forward pass, each summing a row in one fixed order whatever else is batched.
+
+Sampler and trainer call the same functions, which is why their log-probs are equal bit for bit. Where
+gradients are wanted the same values are produced through autograd functions with hand-written backwards that
+add weight gradients straight into fp32 buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from croze.models.numerics import Recipe
+
+MASKED = -1e30  # added to a score: its weight is exactly 0
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether the prepacked linear (a private op) exists here and gives right answers."""
+    try:
+        weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        x = weight[:5].clone()
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+        got = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return torch.allclose(got.float(), F.linear(x.float(), weight.float()), rtol=2e-2, atol=1e-3)
+
+
+class Linear:
+    """A linear layer ready for forward passes: y = x W^T (+ b), W [out, in] in the recipe's dtype.
+
+    ``key`` names its weight in the layout; ``adapter`` is a low-rank addition, applied unmerged.
+    """
+
+    __slots__ = ("adapter", "bias", "key", "out", "packed", "rows", "weight")
+
+    def __init__(
+        self, weight: torch.Tensor, recipe: Recipe, bias: torch.Tensor | None = None, key: str = ""
+    ) -> None:
+        weight = weight.to(device=recipe.device, dtype=recipe.dtype)
+        self.key, self.adapter = key, None
+        self.out, self.packed, self.rows = weight.shape[0], recipe.packed, recipe.linear_rows
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1) if self.packed else weight
+        self.bias = None if bias is None else bias.to(device=recipe.device, dtype=recipe.dtype)
+
+    adapter: Adapter | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, in] -> [M, out], without the adapter; fewer than ``rows`` rows are padded."""
+        count = x.shape[0]
+        if count < self.rows:
+            x = F.pad(x, (0, 0, 0, self.rows - count))
+        if self.packed:
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        else:
+            y = F.linear(x, self.weight)
+        if count < self.rows:
+            y = y[:count]
+        return y if self.bias is None else y + self.bias
+
+
+class Adapter:
+    """Low-rank additions to one fused linear: rows [start, stop) gain scale * B (A x).
+
+    One A for all targets of the linear (their ranks stacked), one B a target; ``spans`` has a (start, stop)
+    for every part of the fused layer, ``b`` a Linear or None for each.
+    """
+
+    __slots__ = ("a", "b", "rank", "scale", "spans")
+
+    def __init__(
+        self, a: Linear, b: list[Linear | None], spans: list[tuple[int, int]], rank: int, scale: float
+    ) -> None:
+        self.a, self.b, self.spans, self.rank, self.scale = a, b, spans, rank, scale
+
+    def add(
+        self, x: torch.Tensor, y: torch.Tensor, product: Callable[[torch.Tensor, Linear], torch.Tensor]
+    ) -> torch.Tensor:
+        """y [M, out] plus the adapter's output for x [M, in]; every product through ``product``."""
+        z, parts, at = product(x, self.a), [], 0
+        for (start, stop), b in zip(self.spans, self.b, strict=True):
+            part = y[:, start:stop]
+            if b is not None:
+                part = part + product(z[:, at : at + self.rank].contiguous(), b) * self.scale
+                at += self.rank
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Batched product with a's rows padded to the recipe's counts. [N, m, k] @ [N, k, n]."""
+    m = a.shape[1]
+    rows = max(recipe.bmm_rows, -(-m // recipe.bmm_multiple) * recipe.bmm_multiple)
+    if rows == m:
+        return torch.bmm(a, b)
+    return torch.bmm(F.pad(a, (0, 0, 0, rows - m)), b)[:, :m]
+
+
+def weigh(weights: torch.Tensor, values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """weights [N, m, T] @ values [N, T, D] in tiles of ``pv_tile`` keys from position 0, added in order."""
+    keys, tile = weights.shape[-1], recipe.pv_tile
+    if keys <= tile:
+        return bmm(weights, values, recipe)
+    total = bmm(weights[..., :tile], values[:, :tile], recipe)
+    for start in range(tile, keys, tile):
+        total = total + bmm(weights[..., start : start + tile], values[:, start : start + tile], recipe)
+    return total
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding. x [M, heads, D]; cos, sin [M, 1, D], the sign of the first half folded into sin."""
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, -1), sin)
+
+
+def rms_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, fp32 [..., 1]."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    return torch.addcmul(norm.new_tensor(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (arXiv 1910.07467): fp32 statistics, result in x's dtype."""
+    return torch.mul(x, rms_scale(x, eps)).to(x.dtype) * weight
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [M, 2 I] -> [M, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,41 @@
+"""Choosing a driver, and failing closed: without isolation nothing runs unless that was allowed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from croze.errors import SandboxUnavailable
+from croze.sandbox.bubblewrap import Bubblewrap
+from croze.sandbox.protocol import Driver
+from croze.sandbox.unsafe import Unsafe
+
+DriverName = Literal["auto", "bubblewrap", "unsafe"]
+
+
+async def open_driver(name: DriverName = "auto", *, allow_unsafe: bool = False) -> Driver:
+    """A driver that has just shown that it works, by starting one sandbox.
+
+    "auto" is the strongest that works here: bubblewrap, else plain subprocesses where ``allow_unsafe`` says
+    so. Raises SandboxUnavailable with what is missing and what to do.
+    """
+    if name == "unsafe":
+        if not allow_unsafe:
+            raise SandboxUnavailable(
+                "the unsafe driver does not isolate anything",
+                where="sandbox",
+                fix="set sandbox.allow_unsafe=true to run model-written code as this user",
+            )
+        return Unsafe()
+    try:
+        return await _proven()
+    except SandboxUnavailable:
+        if name == "auto" and allow_unsafe:
+            return Unsafe()
+        raise
+
+
+async def _proven() -> Driver:
+    driver = Bubblewrap()
+    sandbox = await driver.create()
+    await sandbox.destroy()
+    return driver

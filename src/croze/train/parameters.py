@@ -1,0 +1,116 @@
+"""fp32 masters and gradients, and the published copy that forward passes run on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from croze.models.layout import Layout
+from croze.models.weights import LoraSpec, adapter_sites, fused_a
+
+
+class Parameters:
+    """What is trained (``masters``, fp32, by fused key), its gradients, and what is frozen.
+
+    A forward pass uses ``plain(key)``: the master rounded to the published dtype, in the compute dtype. It is
+    derived when needed rather than kept: the cast is cheap, the copy is not.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        *,
+        published: torch.dtype,
+        compute: torch.dtype,
+        device: str = "cpu",
+        lora: LoraSpec | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.layout, self.published, self.compute, self.lora = layout, published, compute, lora
+        base = layout.fill(tensors, layout.empty(torch.float32 if lora is None else published, device))
+        self.base = {} if lora is None else base
+        self.masters = base if lora is None else dict(_fresh_adapters(layout, lora, device, seed))
+        self.grads: dict[str, torch.Tensor] = {}
+
+    def plain(self, key: str) -> torch.Tensor:
+        """The weight a forward pass used, in the compute dtype."""
+        if key in self.base:
+            return self.base[key].to(self.compute)
+        return self.masters[key].to(self.published).to(self.compute)
+
+    def trains(self, key: str) -> bool:
+        return key in self.masters
+
+    def grad(self, key: str) -> torch.Tensor:
+        """The fp32 gradient buffer of ``key``, zeros at first."""
+        if key not in self.grads:
+            self.grads[key] = torch.zeros_like(self.masters[key])
+        return self.grads[key]
+
+    def add_product(self, key: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """grad[key] += left @ right, in fp32 where the factors are."""
+        grad = self.grad(key)
+        if left.dtype == torch.float32:
+            grad.addmm_(left, right)
+        else:
+            grad.add_(left @ right)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What training changes, in the published dtype: canonical names, or peft's for an adapter."""
+        if self.lora is None:
+            for key in self.layout.shapes:
+                fused = self.masters[key].to(self.published)
+                for name, slot in self._of(key):
+                    yield name, fused[slot.start : slot.stop]
+        else:
+            for name, tensor in self.canonical(self.masters):
+                yield name, tensor.to(self.published)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Base tensors that training does not change, in the published dtype."""
+        return self.layout.canonical(self.base) if self.base else iter(())
+
+    def canonical(self, fused: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Views of ``fused`` (masters or gradients) under canonical or peft names."""
+        if self.lora is None:
+            yield from self.layout.canonical(fused)
+            return
+        for layer, module, parts in adapter_sites(self.layout, self.lora):
+            key, at = fused_a(_linear_key(layer, module)), 0
+            for part in (p for p in parts if p.targeted):
+                if key in fused:
+                    yield part.a, fused[key][at : at + self.lora.rank]
+                if part.b in fused:
+                    yield part.b, fused[part.b]
+                at += self.lora.rank
+
+    def _of(self, key: str):
+        if not hasattr(self, "_slots"):
+            self._slots: dict[str, list] = {}
+            for name, slot in self.layout.slots.items():
+                self._slots.setdefault(slot.key, []).append((name, slot))
+        return self._slots[key]
+
+
+def _linear_key(layer: int, module: str) -> str:
+    names = {"qkv": "self_attn.qkv", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up", "down": "mlp.down_proj"}
+    return f"model.layers.{layer}.{names[module]}.weight"
+
+
+def _fresh_adapters(
+    layout: Layout, spec: LoraSpec, device: str, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A uniform in +-1/sqrt(in) (Kaiming, as peft does), B zero: the model starts unchanged."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer, module, parts in adapter_sites(layout, spec):
+        key = _linear_key(layer, module)
+        inner = layout.shapes[key][1]
+        targeted = [p for p in parts if p.targeted]
+        bound = 1 / math.sqrt(inner)
+        a = torch.empty(spec.rank * len(targeted), inner).uniform_(-bound, bound, generator=generator)
+        yield fused_a(key), a.to(device)
+        for part in targeted:
+            yield part.b, torch.zeros(part.span[1] - part.span[0], spec.rank, device=device)

@@ -1,0 +1,229 @@
+"""The built-in trainer: the engine's own forward pass with gradients, fp32 masters, published copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from croze.config import Lora, Optim
+from croze.models.transformer import Forward, hidden_states
+from croze.models.weights import LoraSpec, ModelWeights
+from croze.train.graph import Graph
+from croze.train.head import Head
+from croze.train.optimizer import AdamW
+from croze.train.parameters import Parameters
+from croze.models.teacher import GroupAttention, Packing
+from croze.train.protocol import Algorithm, LossInputs, StepStats, TrainStats
+from croze.types import Batch, Sample, WeightsId
+
+
+class TorchTrainer:
+    """``Trainer`` in one process.
+
+    ``weights`` is what the forward passes read. It may be shared with an engine in the same process, which
+    then serves nothing while the two differ from what it committed; ``published`` tells the trainer the id
+    that its current masters have.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        algorithm: Algorithm,
+        optim: Optim,
+        *,
+        steps: int,
+        published: torch.dtype,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        recipe = weights.recipe
+        self.weights, self.algorithm, self.optim, self.temperature = weights, algorithm, optim, temperature
+        self.parameters = Parameters(
+            weights.layout,
+            tensors,
+            published=published,
+            compute=recipe.dtype,
+            device=recipe.device,
+            lora=weights.lora,
+            seed=seed,
+        )
+        self.optimizer = AdamW(self.parameters.masters, optim, steps=steps)
+        self._current: WeightsId | None = None
+
+    def published(self, weights_id: WeightsId) -> None:
+        """The masters, as exported now, have this id."""
+        self._current = weights_id
+
+    def _fresh(self) -> ModelWeights:
+        """Weights equal to the published masters; after an optimizer step nobody has published they are rebuilt."""
+        if self._current is None or self.weights.weights_id != self._current:
+            self._current = self._current or WeightsId("unpublished")
+            first = self.weights.weights_id == ""
+            self.weights.update(
+                self._current, self.every_tensor() if first and self.weights.lora else self.export()
+            )
+        return self.weights
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Log-probs of trained tokens, float32 [S] per sample, 0 elsewhere."""
+        out = [np.zeros(len(s.ids_S), np.float32) for s in samples]
+        with torch.inference_mode():
+            weights = self._fresh()
+            for micro in self._microbatches(range(len(samples)), samples):
+                packing = self._pack([samples[i] for i in micro])
+                head = self._head(weights, packing, Forward())
+                found, _ = head.log_probs(keep=False)
+                for i, where, values in zip(micro, packing.where, _per_sample(packing, found), strict=True):
+                    out[i][where] = values
+        return out
+
+    def forward_backward(self, batch: Batch) -> TrainStats:
+        """Accumulate the gradients of ``batch``; the sum over micro-batches is the whole batch's loss."""
+        weights = self._fresh()
+        total = _Totals()
+        for micro in self._microbatches(range(len(batch.samples)), batch.samples):
+            self._micro_step(weights, [batch.samples[i] for i in micro], total)
+        return total.stats()
+
+    def _micro_step(self, weights: ModelWeights, samples: list[Sample], total: _Totals) -> None:
+        packing = self._pack(samples)
+        if not len(packing.targets_M):
+            return
+        ops = Graph(self.parameters, checkpointing=self.optim.checkpointing)
+        hidden = self._hidden(weights, packing, ops)
+        with torch.no_grad():
+            head = Head(weights, hidden.detach(), packing.targets_M, self.temperature)
+            found, entropy = head.log_probs(entropy=self.algorithm.needs_entropy)
+        found.requires_grad_()
+        if entropy is not None:
+            entropy.requires_grad_()
+        inputs = self._inputs(samples, packing, found, entropy)
+        loss, figures = self.algorithm.loss(inputs)
+        wanted = [found] if entropy is None else [found, entropy]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+        total.add(loss, figures, inputs, packing)
+        if all(g is None or not g.any() for g in grads):
+            return
+        with torch.no_grad():
+            dlogp = torch.zeros_like(found) if grads[0] is None else grads[0]
+            dhidden = head.backward(dlogp, grads[1] if entropy is not None else None, self.parameters)
+        torch.autograd.backward(hidden, dhidden)
+        ops.finish()
+
+    def step(self, step: int) -> StepStats:
+        """Apply the accumulated gradients at the rate of loop step ``step`` (from 1)."""
+        stats = self.optimizer.step(self.parameters.grads, step=step)
+        self._current = None
+        return stats
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.parameters.export()
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Base tensors that training never changes (LoRA); part of a weights id, published once."""
+        return self.parameters.frozen()
+
+    def every_tensor(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.frozen()
+        yield from self.export()
+
+    def _pack(self, samples: Sequence[Sample]) -> Packing:
+        return Packing(samples, share=self.optim.share_prompt, device=self.weights.recipe.device)
+
+    def _hidden(self, weights: ModelWeights, packing: Packing, ops: Forward) -> torch.Tensor:
+        attend = GroupAttention(packing, weights.arch, weights.recipe)
+        x = hidden_states(weights, packing.ids_N, packing.positions_N, attend, ops)
+        return ops.norm(x[packing.rows_M], weights.norm, weights.arch.norm_eps)
+
+    def _head(self, weights: ModelWeights, packing: Packing, ops: Forward) -> Head:
+        return Head(weights, self._hidden(weights, packing, ops), packing.targets_M, self.temperature)
+
+    def _microbatches(self, order: Iterable[int], samples: Sequence[Sample]) -> list[list[int]]:
+        """Samples in order, cut where the tokens computed would exceed the budget; a sample is never split."""
+        micros: list[list[int]] = []
+        room, prompts = 0, set()
+        for i in order:
+            sample = samples[i]
+            key = (sample.group_id, sample.prompt_P.tobytes())
+            cost = len(sample.ids_S) + (0 if self.optim.share_prompt and key in prompts else len(sample.prompt_P))
+            if not micros or cost > room:
+                micros.append([])
+                room, prompts = self.optim.tokens_per_microbatch, set()
+                cost = sample.tokens
+            micros[-1].append(i)
+            prompts.add(key)
+            room -= cost
+        return micros
+
+    def _inputs(
+        self, samples: list[Sample], packing: Packing, found: torch.Tensor, entropy: torch.Tensor | None
+    ) -> LossInputs:
+        def gather(name: str) -> torch.Tensor | None:
+            arrays = [getattr(s, name) for s in samples]
+            if any(a is None for a in arrays):
+                return None
+            picked = [a[w] for a, w in zip(arrays, packing.where, strict=True)]
+            return torch.from_numpy(np.concatenate(picked).astype(np.float32)).to(found.device)
+
+        rollout = gather("logprobs_S")
+        anchor = gather("anchor_S")
+        advantages, weights = gather("advantages_S"), gather("weights_S")
+        assert rollout is not None and advantages is not None and weights is not None
+        return LossInputs(
+            logprobs_N=found,
+            rollout_N=rollout,
+            anchor_N=rollout if anchor is None else anchor,
+            advantages_N=advantages,
+            weights_N=weights,
+            mask_N=torch.ones_like(weights),
+            sequence_N=packing.sequence_M,
+            sequences=len(samples),
+            reference_N=gather("reference_S"),
+            entropy_N=entropy,
+        )
+
+
+def lora_spec(lora: Lora) -> LoraSpec | None:
+    """The adapter a declaration asks for; None trains all weights."""
+    if lora.rank == 0:
+        return None
+    return LoraSpec(rank=lora.rank, scale=lora.alpha / lora.rank, targets=lora.targets)
+
+
+def _per_sample(packing: Packing, values_M: torch.Tensor) -> list[np.ndarray]:
+    return np.split(values_M.cpu().numpy(), np.cumsum([len(w) for w in packing.where])[:-1])
+
+
+class _Totals:
+    """Figures summed over micro-batches."""
+
+    def __init__(self) -> None:
+        self.loss = self.k3 = self.gap = 0.0
+        self.computed = self.trained = 0
+        self.figures: dict[str, float] = {}
+
+    def add(
+        self, loss: torch.Tensor, figures: dict[str, float], inputs: LossInputs, packing: Packing
+    ) -> None:
+        with torch.no_grad():
+            log_ratio = inputs.logprobs_N - inputs.rollout_N
+            self.k3 += float((log_ratio.clamp(max=20.0).exp() - 1 - log_ratio).sum())
+            self.gap = max(self.gap, float(log_ratio.abs().max()))
+        self.loss += float(loss.detach())
+        self.computed += packing.tokens
+        self.trained += len(packing.targets_M)
+        for name, value in figures.items():
+            self.figures[name] = self.figures.get(name, 0.0) + value
+
+    def stats(self) -> TrainStats:
+        return TrainStats(
+            loss=self.loss,
+            figures=self.figures,
+            tokens_computed=self.computed,
+            tokens_trained=self.trained,
+            max_logprob_gap=self.gap,
+            kl_rollout=self.k3 / max(self.trained, 1),
+        )
