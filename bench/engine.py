@@ -1,7 +1,8 @@
-"""croze's engine against the limit of this CPU: the model's matrix products alone, at the same number of rows.
+"""croze's engine against the limit of this CPU: the model's matrix products alone, with as many rows.
 
-smollm2-135m-instruct, one thread, prompts of 41 tokens, 64 new tokens with log-probs, groups of 8 (one reply where
-there is one row). The engine's rate is end to end: prefill, attention, sampling and bookkeeping are its own cost.
+smollm2-135m-instruct, one thread, prompts of 41 tokens, 64 new tokens with log-probs, groups of 8 (one reply
+where there is one row). The engine's rate is end to end: prefill, attention, sampling and bookkeeping are its
+own cost. ``max_gap``: the largest difference to the trainer's log-prob of a sampled token.
 """
 
 from __future__ import annotations

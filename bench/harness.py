@@ -1,7 +1,7 @@
-"""What every bench shares: peers' environments, children watched from outside, and how a figure was measured.
+"""What every bench shares: peers' environments, children watched from outside, how a figure was measured.
 
-CPU time is the figure, since it is about the same on a busy machine and an idle one: user + system seconds of a
-child and all its descendants, read from outside so that both sides of a comparison are measured alike.
+CPU time is the figure, since a busy machine changes it far less than wall time: user + system seconds of a
+child and all its descendants, read from outside, so that both sides of a comparison are measured alike.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One ``{"event": ...}`` object a child printed, with its tree's CPU seconds and the wall seconds so far."""
+    """One ``{"event": ...}`` object a child printed, with its tree's CPU and wall seconds so far."""
 
     record: dict[str, Any]
     cpu_s: float
@@ -263,10 +263,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def report(bench: str, started: Machine, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the machine and a table; numbers right, words left."""
     load = "/".join(f"{x:.1f}" for x in os.getloadavg())
-    print(
-        f"{bench}: {started.cpu}, {started.cores} cores, native bf16: {'yes' if started.native_bf16 else 'no'},"
-    )
-    print(f"  one thread, CPU time of the process tree, load now {load}, {started.when}")
+    bf16 = "native bf16" if started.native_bf16 else "no native bf16"
+    print(f"{bench}: {started.cpu}, {started.cores} cores, {bf16}, one thread, {started.when}, load {load}")
     cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
     print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))

@@ -42,7 +42,8 @@ def measure(times: int) -> list[dict[str, Any]]:
     empty = min(wall_ms([sys.executable, "-c", ""], times))
     help_code = (
         "import contextlib, io\nfrom croze.cli.main import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n    main(['--help'])"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "    main(['--help'])"
     )
     commands = {
         "import croze": ([sys.executable, "-c", "import croze"], "import croze"),

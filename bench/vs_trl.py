@@ -1,9 +1,9 @@
 """croze against TRL's GRPOTrainer: CPU seconds and peak memory of one RL step, same model, task and policy.
 
-Both sides train smollm2-135m-instruct on the tasks of examples/calc.py in the same order, 4 prompts x 8 siblings,
-12 new tokens, temperature 1. The learning rate is so small that the policy stays the early one, so that both see
-the same share of groups without reward variance (which croze may skip and TRL computes); the shares are printed,
-and a row without skipping compares equal work outright. The first step is warm-up.
+Both sides train smollm2-135m-instruct on the tasks of examples/calc.py in the same order, 4 prompts x 8
+siblings, 12 new tokens, temperature 1. The learning rate is so small that the policy stays the early one, so
+that both see the same share of groups without reward variance (which croze may skip and TRL computes); the
+shares are printed, and a row without skipping compares equal work outright. The first step is warm-up.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ COLUMNS = ("side", "cpu_s/step", "peak_mib", "zero_var", "reward", "cpu_ratio", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One side's steps after the first: median CPU and wall seconds, the tree's peak memory, the mean share of
-    groups without reward variance, the mean reward, and what ran."""
+    """One side's steps after the first: median CPU and wall seconds, the tree's peak memory, the mean share
+    of groups without reward variance, the mean reward, and what ran."""
 
     side: str
     cpu_s: float
@@ -94,8 +94,8 @@ def problems() -> Iterable[dict[str, Any]]:
 def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, dtype: str = "auto") -> Side:
     """``croze train`` on the example, as a user would run it, with one thread.
 
-    ``share_prompt``: a group's prompt is computed once in training. ``skip``: groups that cannot move the loss
-    are left out of the computation.
+    ``share_prompt``: a group's prompt is computed once in training. ``skip``: groups that cannot move the
+    loss are left out of the computation.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = {

@@ -38,7 +38,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Median tokens per CPU second over all repeats of all rounds, and the fp32 or bf16 GEMM rate beside it."""
+    """Median tokens per CPU second over all repeats of all rounds, and its dtype's GEMM rate beside it."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Teach a 0.8M-parameter model to write a calculation down. About a minute on a laptop: croze train tiny_calc.py"""
+"""Teach a 0.8M-parameter model to write a calculation down. A minute on a laptop: croze train tiny_calc.py"""
 
 import random
 from collections.abc import Iterator
@@ -6,16 +6,22 @@ from collections.abc import Iterator
 import croze as cz
 from croze.reward.expression import evaluate
 
-SIGN = {"plus": "+", "minus": "-", "times": "*"}
+FIRST = [
+    ("add {a} and {b}", "{a}+{b}"),
+    ("subtract {a} from {b}", "{b}-{a}"),
+    ("multiply {a} by {b}", "{a}*{b}"),
+]
+THEN = [("plus {c}", "+{c}"), ("minus {c}", "-{c}"), ("times {c}", "*{c}")]
 
 
 def problems(seed: int) -> Iterator[dict[str, str]]:
     rng = random.Random(seed)
     while True:
-        a, b, c = rng.randint(2, 30), rng.randint(2, 30), rng.randint(2, 9)
-        first = {f"add {a} and {b}": a + b, f"subtract {a} from {b}": b - a, f"multiply {a} by {b}": a * b}
-        words, then = rng.choice(list(first)), rng.choice(list(SIGN))
-        yield {"prompt": f"{words}, {then} {c}=", "answer": str(evaluate(f"({first[words]}){SIGN[then]}{c}"))}
+        numbers = {"a": rng.randint(2, 30), "b": rng.randint(2, 30), "c": rng.randint(2, 9)}
+        words, first = rng.choice(FIRST)
+        more, second = rng.choice(THEN)
+        solution = f"({first}){second}".format(**numbers)
+        yield {"prompt": f"{words}, {more}=".format(**numbers), "answer": str(evaluate(solution))}
 
 
 def correct(reply: str, answer: str) -> float:

@@ -2,10 +2,10 @@
 
     python scripts/make_tiny_calc.py [OUTPUT_DIRECTORY]
 
-Supervised training on problems of ``examples/tiny_calc.py``, two in three of them with a wrong answer: the model
-learns the task, and to err at random. Greedily decoded it is right; sampled at temperature 1 it is right about
-every third time, so that reinforcement learning has something to prefer from its first step. About two minutes
-on one core.
+Supervised training on problems of ``examples/tiny_calc.py``, two in three of them with a wrong answer: the
+model learns the task, and to err at random. Greedily decoded it is right; sampled at temperature 1 it is
+right about every third time, so that reinforcement learning has something to prefer from its first step.
+About two minutes on one core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the scripts in this folder share. They run in a peer's own environment, so: torch and the standard library."""
+"""What the scripts in this folder share. Run by peers' interpreters: torch and the standard library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def gemm_gflops(dtype: torch.dtype, size: int = 1024, repeats: int = 15) -> float:
-    """The limit: median GFLOP per CPU second of a size^3 matrix product, in this process and with its threads."""
+    """The limit: median GFLOP per CPU second of a size^3 matrix product, with this process's threads."""
     a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
     rates = []
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""croze's parts as the run controller puts them together, for the scripts here that measure one of them alone."""
+"""croze's parts, put together as a run does, for the scripts here that measure one of them alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers.generate: prompts x siblings, ``--new`` tokens each, with the log-prob of every sampled token."""
+"""transformers.generate: prompts x siblings, ``--new`` tokens each, with every sampled log-prob."""
 
 from __future__ import annotations
 

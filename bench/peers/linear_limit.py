@@ -1,6 +1,6 @@
-"""The limit of decoding a Llama on this CPU: only the matrix products of one token for M rows, nothing between.
+"""The limit of decoding a Llama on this CPU: only the matrix products of one token for M rows.
 
-Prints tokens per CPU second for each M. All layers have weights of their own, so that they do not stay in cache.
+Prints tokens per CPU second for each M. Every layer has its own weights, so that they do not stay in cache.
 """
 
 from __future__ import annotations

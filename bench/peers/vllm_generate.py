@@ -1,4 +1,4 @@
-"""vLLM's CPU build in this process: prompts x siblings, ``--new`` tokens each, with every sampled log-prob."""
+"""vLLM's CPU build, in process: prompts x siblings, ``--new`` tokens each, with every sampled log-prob."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from croze import config
 from croze.config import (
     Algo,
     EngineOptions,
-    Lora,
     LoopOptions,
+    Lora,
     Optim,
     RewardOptions,
     Sampling,
@@ -51,6 +51,8 @@ class Run:
     """Tasks per step."""
     dir: str = ""
     """The run folder (key ``run.dir``); empty: runs/NAME-ID."""
+    file: str = ""
+    """The task file it was loaded from; empty for a Run made in Python."""
     sampling: Sampling = field(default_factory=Sampling)
     optim: Optim = field(default_factory=Optim)
     lora: Lora = field(default_factory=Lora)
@@ -72,7 +74,9 @@ class Run:
         hints = typing.get_type_hints(Run)
         for key in TOP_KEYS.values():
             if not config.matches(getattr(self, key), hints[key]):
-                raise ConfigError(f"{key} wants {hints[key].__name__}, got {getattr(self, key)!r}", where="Run")
+                raise ConfigError(
+                    f"{key} wants {hints[key].__name__}, got {getattr(self, key)!r}", where="Run"
+                )
         for section, cls in config.SECTIONS.items():
             value = getattr(self, _FIELD_OF.get(section, section))
             if not isinstance(value, cls):
@@ -105,7 +109,9 @@ class Run:
                 nested.setdefault(section, {})[name] = config.coerce(key, text, annotation)
             else:
                 raise ConfigError(
-                    f"unknown key {key!r}", where=source, fix=config.suggest(key, all_keys()) or "see `croze keys`"
+                    f"unknown key {key!r}",
+                    where=source,
+                    fix=config.suggest(key, all_keys()) or "see `croze keys`",
                 )
         for section, changes in nested.items():
             attribute = _FIELD_OF.get(section, section)
@@ -131,7 +137,9 @@ def _fields(cls: type) -> set[str]:
 
 def all_keys() -> list[str]:
     """Every key an override may set."""
-    nested = [f"{section}.{name}" for section, cls in config.SECTIONS.items() for name in sorted(_fields(cls))]
+    nested = [
+        f"{section}.{name}" for section, cls in config.SECTIONS.items() for name in sorted(_fields(cls))
+    ]
     return [*TOP_KEYS, *nested]
 
 

@@ -76,7 +76,7 @@ def test_peak_memory_is_the_sum_over_processes_living_at_once(tmp_path):
 
 
 def test_a_failing_child_is_an_error_that_carries_its_words(tmp_path):
-    with pytest.raises(harness.BenchError, match="(?s)ended with 3.*the reason"):
+    with pytest.raises(harness.BenchError, match=r"(?s)ended with 3.*the reason"):
         harness.run(child(tmp_path, "import sys\nprint('the reason', file=sys.stderr)\nsys.exit(3)"))
 
 
@@ -93,7 +93,9 @@ def test_children_get_one_thread(tmp_path):
 
 def test_an_interrupted_bench_leaves_no_process(tmp_path):
     marker = tmp_path / "alive"
-    beat = f"import pathlib, time\nwhile True:\n    pathlib.Path({str(marker)!r}).touch()\n    time.sleep(0.02)\n"
+    beat = (
+        f"import pathlib, time\nwhile 1:\n    pathlib.Path({str(marker)!r}).touch()\n    time.sleep(0.02)\n"
+    )
     argv = child(tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {beat!r}])\n")
     bench = subprocess.Popen(
         [sys.executable, "-c", f"import harness\nharness.run({argv!r})"], cwd=BENCH, stderr=subprocess.DEVNULL

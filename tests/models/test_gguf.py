@@ -51,7 +51,7 @@ def test_config_says_what_the_original_said(tmp_path, family: str):
 
 
 def test_llama_heads_rotate_as_before():
-    """llama.cpp pairs neighbours where Hugging Face pairs halves: rows 2i, 2i+1 of a head are i, i + dim/2."""
+    """llama.cpp pairs neighbours where Hugging Face pairs halves: rows 2i, 2i+1 are i, i + dim/2."""
     weights = original_weights("llama", tied=True)
     name = "model.layers.0.self_attn.q_proj.weight"
     stored = to_gguf_layout("llama", name, weights[name])

@@ -4,6 +4,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def test_decode_leaves_special_tokens_out_unless_asked(hub):
     assert hub.decode(ids) == "45 ,"
     assert hub.decode(ids, special=True) == "45 ,<|im_end|>"
     assert hub.decode([]) == ""
+    assert hub.decode(np.array(ids, np.int32)) == "45 ,", "token records are numpy arrays"
 
 
 def test_half_a_character_decodes_to_a_replacement(hub):

@@ -22,11 +22,13 @@ class PassK(msgspec.Struct, frozen=True, kw_only=True):
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Chance that at least one of k samples of a task passes: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for n >= k samples of which c passed: Chen et al. 2021, "Evaluating Large Language Models Trained on
-    Code", eq. 1; as a product, which neither overflows nor cancels.
+    Unbiased for n >= k samples of which c passed: Chen et al. 2021, "Evaluating Large Language Models Trained
+    on Code", eq. 1; as a product, which neither overflows nor cancels.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs 0 <= passed <= samples and 1 <= k <= samples, got {passed} of {samples}")
+        raise ValueError(
+            f"pass@{k} needs 0 <= passed <= samples and 1 <= k <= samples, got {passed} of {samples}"
+        )
     if samples - passed < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / i for i in range(samples - passed + 1, samples + 1))
@@ -35,10 +37,10 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float = 0.95) -> PassK:
     """Mean pass@k over tasks, each given as (samples, passed), with a Wilson interval for clustered samples.
 
-    The variance of the mean is taken between tasks, so that alike samples of one task do not count as independent.
-    The Wilson score interval (Wilson 1927) is then that of as many independent trials as have this variance,
-    with Student's t for few tasks (Korn and Graubard 1998, for the effective sample size). Between one and all
-    samples count; it needs no bootstrap and holds at 0 and 1.
+    The variance of the mean is taken between tasks, so that alike samples of one task do not count as
+    independent. The interval is Wilson's (1927) for as many independent trials as have this variance (the
+    effective sample size of Korn and Graubard 1998), at Student's t since tasks may be few. At most all
+    samples count as trials; at a rate of 0 or 1, where no variance is seen, only the tasks do.
     """
     from scipy import stats
 
@@ -48,7 +50,11 @@ def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float =
     tasks, samples = len(values), sum(n for n, _ in counts)
     mean = math.fsum(values) / tasks
     trials = _effective_trials(values, mean, samples)
-    z = float(stats.t.ppf(0.5 + confidence / 2, tasks - 1)) if tasks > 1 else float(stats.norm.ppf(0.5 + confidence / 2))
+    z = (
+        float(stats.t.ppf(0.5 + confidence / 2, tasks - 1))
+        if tasks > 1
+        else float(stats.norm.ppf(0.5 + confidence / 2))
+    )
     low, high = wilson(mean, trials, z)
     return PassK(k=k, estimate=mean, low=low, high=high, tasks=tasks, samples=samples)
 

@@ -1,8 +1,9 @@
 """GGUF to the Hugging Face layout: config.json, model.safetensors (float32), tokenizer.json.
 
-Read with the ``gguf`` package and written here, rather than through transformers: that path needs accelerate,
-drops tensors it does not know, marks the result quantised so that it cannot be saved, and cuts text differently
-from the original tokenizer (it ignores ``tokenizer.ggml.pre``). What this file does not know is an error.
+Read with the ``gguf`` package and written here, rather than through transformers: that path needs
+accelerate, drops tensors it does not know, marks the result quantised so that it cannot be saved, and cuts
+text differently from the original tokenizer (it ignores ``tokenizer.ggml.pre``). What this file does not
+know is an error.
 """
 
 from __future__ import annotations

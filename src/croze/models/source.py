@@ -201,7 +201,7 @@ def _entry(cache: Path, name: str, digest: str) -> Path:
 
 
 def _make_once(entry: Path, make: Callable[[Path], None]) -> None:
-    """Let ``make`` fill a directory that becomes ``entry`` in one rename, unless ``entry`` is whole already."""
+    """Let ``make`` fill a directory that becomes ``entry`` in one rename; not if ``entry`` is whole."""
     if _whole(entry):
         return
     try:

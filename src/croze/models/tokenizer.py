@@ -1,8 +1,8 @@
 """Text to token ids and back: a model's own tokenizer through transformers, or croze's character tokenizer.
 
 Two rules hold for both. Text never turns into special tokens by what it spells, except in prompts: a tool's
-output that contains ``<|im_end|>`` cannot end a turn. And decoded text holds no special tokens unless asked for:
-a reward sees what the model said and not the token with which it stopped.
+output that contains ``<|im_end|>`` cannot end a turn. And decoded text holds no special tokens unless asked
+for: a reward sees what the model said and not the token with which it stopped.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ class HubTokenizer:
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``; special tokens are left out, or written as they are spelled if ``special``."""
-        return self._hf.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        plain = [int(i) for i in ids]
+        return self._hf.decode(plain, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def render(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids. Messages go through the chat template, up to where the assistant's reply begins; text
-        is encoded as a document's start (with BOS where the model has one). Special tokens are read in both."""
+        """A prompt's ids.
+
+        Messages go through the chat template, up to where the assistant's reply begins; text is encoded as a
+        document's start (with BOS where the model has one). Special tokens are read in both.
+        """
         if isinstance(prompt, str):
             return self._encode(prompt, start=True, special=True)
         return self.encode(self._apply_template(_checked(prompt), reply=True), special=True)

@@ -220,7 +220,7 @@ class BubblewrapSandbox(Sandbox):
         result = await self._take_turn(run, self._encode(kind, [path], data, self.limits))
         if result.ok:
             return result.stdout
-        if result.status == "exited" and result.stderr.isdigit():
+        if result.exit_code == 1 and result.stderr.isdigit():
             number = int(result.stderr)
             raise OSError(number, os.strerror(number), path)
         if result.status == "output_limit":

@@ -304,8 +304,8 @@ def _python(job, note):
     except BaseException as error:
         if isinstance(error, MemoryError) and job.address_space:
             os.write(note, bytes([NOTE_MEMORY]))
-        frames = error.__traceback__
-        sys.excepthook(type(error), error, frames and frames.tb_next)
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         exit_code = 1
     _leave(main, exit_code)
 
@@ -328,9 +328,10 @@ def _leave(main, exit_code):
         threading._shutdown()
     atexit._run_exitfuncs()
     main.__dict__.clear()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
-            stream.flush()
+            if not getattr(stream, "closed", True):
+                stream.flush()
         except (OSError, ValueError):
             exit_code = exit_code or 120
     os._exit(exit_code)

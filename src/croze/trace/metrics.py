@@ -26,7 +26,7 @@ class JsonLines:
         self._mend()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = msgspec.json.encode(record, enc_hook=_plain) + b"\n"
+        line = encode_line(record)
         try:
             written = os.write(self._file, line)
         except OSError as error:
@@ -58,6 +58,11 @@ class JsonLines:
             end = start
         if end != size:
             os.ftruncate(self._file, end)
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line of JSON, its end included. Raises TypeError for what is not plain data."""
+    return msgspec.json.encode(record, enc_hook=_plain) + b"\n"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

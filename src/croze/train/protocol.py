@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 import numpy as np
 
-from croze.types import Batch, Group, Sample
+from croze.types import Batch, Group, Sample, WeightsId
 
 if TYPE_CHECKING:
     import torch
@@ -89,10 +89,25 @@ class Trainer(Protocol):
         """Current log-probs, float32 [S] per sample; no gradient."""
         ...
 
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The same under the reference's weights; only where the algorithm needs a reference."""
+        ...
+
     def forward_backward(self, batch: Batch) -> TrainStats: ...
 
-    def step(self) -> StepStats: ...
+    def step(self, step: int) -> StepStats:
+        """Apply the accumulated gradients at the rate of loop step ``step`` (from 1), and clear them."""
+        ...
+
+    def publish(self, weights_id: WeightsId) -> None:
+        """What ``export`` gives now has this id; forward passes use it from here on."""
+        ...
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's canonical tensors (Hugging Face names) in the published dtype; never gathered."""
+        """This rank's canonical tensors that training changes (Hugging Face or peft names), in the published
+        dtype; never gathered."""
+        ...
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Canonical tensors that training never changes (the base under an adapter)."""
         ...

@@ -23,8 +23,7 @@ class TorchTrainer:
     """``Trainer`` in one process.
 
     ``weights`` is what the forward passes read. It may be shared with an engine in the same process, which
-    then serves nothing while the two differ from what it committed; ``published`` tells the trainer the id
-    that its current masters have.
+    then serves nothing while they differ from what it committed; ``publish`` gives the current masters an id.
     """
 
     def __init__(
@@ -51,11 +50,13 @@ class TorchTrainer:
             seed=seed,
         )
         self.optimizer = AdamW(self.parameters.masters, optim, steps=steps)
+        self.reference = self._reference() if algorithm.needs_reference else None
         self._current: WeightsId | None = None
 
-    def published(self, weights_id: WeightsId) -> None:
-        """The masters, as exported now, have this id."""
+    def publish(self, weights_id: WeightsId) -> None:
+        """The masters, as exported now, have this id; the forward's weights become them."""
         self._current = weights_id
+        self._fresh()
 
     def _fresh(self) -> ModelWeights:
         """Weights equal to the published masters; after an optimizer step nobody has published they are rebuilt."""
@@ -67,11 +68,25 @@ class TorchTrainer:
             )
         return self.weights
 
+    def _reference(self) -> ModelWeights:
+        """The initial weights, without adapters: what a KL term holds on to."""
+        reference = ModelWeights(self.weights.arch, self.weights.recipe)
+        base = self.export() if self.weights.lora is None else self.frozen()
+        reference.update(WeightsId("reference"), base)
+        return reference
+
     def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return self._logprobs(self._fresh(), samples)
+
+    def reference_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """As ``logprobs``, under the initial weights; only for an algorithm that needs a reference."""
+        assert self.reference is not None, "the algorithm declared no need of a reference"
+        return self._logprobs(self.reference, samples)
+
+    def _logprobs(self, weights: ModelWeights, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Log-probs of trained tokens, float32 [S] per sample, 0 elsewhere."""
         out = [np.zeros(len(s.ids_S), np.float32) for s in samples]
         with torch.inference_mode():
-            weights = self._fresh()
             for micro in self._microbatches(range(len(samples)), samples):
                 packing = self._pack([samples[i] for i in micro])
                 head = self._head(weights, packing, Forward())

@@ -1,0 +1,164 @@
+"""From a path to a Run: execute a task file, or take up the folder of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+import traceback
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from croze import config
+from croze.config import suggest
+from croze.errors import ConfigError, CrozeError, DeclarationError, UsageError
+from croze.run import TOP_KEYS, Run
+
+DEFAULT_NAME = next(field.default for field in dataclasses.fields(Run) if field.name == "name")
+
+
+def load_run(path: str | Path) -> Run:
+    """Execute a task file and give the one Run at its top level, named after the file where it has no name.
+
+    The file runs as a module (``__name__`` is not "__main__") with its folder importable. Raises
+    DeclarationError when it cannot run or declares no Run or several; errors of croze keep their kind.
+    """
+    file = _task_file(Path(path))
+    module = _execute(file)
+    found = {id(value): (name, value) for name, value in vars(module).items() if isinstance(value, Run)}
+    if not found:
+        raise DeclarationError(
+            "the file declares no Run",
+            where=str(file),
+            fix="add run = cz.Run(model=..., tasks=..., reward=...)",
+        )
+    if len(found) > 1:
+        names = ", ".join(name for name, _ in found.values())
+        raise DeclarationError(
+            f"the file declares several Runs: {names}", where=str(file), fix="keep one of them"
+        )
+    ((_, run),) = found.values()
+    return dataclasses.replace(run, name=file.stem if run.name == DEFAULT_NAME else run.name, file=str(file))
+
+
+def load_folder(folder: Path) -> Run:
+    """The Run of a run folder, its model the newest checkpoint's. Raises DeclarationError without one."""
+    where = str(folder)
+    try:
+        saved = msgspec.json.decode((folder / "config.json").read_bytes())
+        file, keys = saved["file"], saved["keys"]
+    except FileNotFoundError:
+        raise DeclarationError("this folder is no run: it has no config.json", where=where) from None
+    except (msgspec.DecodeError, KeyError, TypeError):
+        raise DeclarationError("config.json cannot be read", where=where) from None
+    if not file:
+        raise DeclarationError(
+            "the run was made in Python, so no task file is known", where=where, fix="use cz.evaluate"
+        )
+    models = sorted(p for p in folder.glob("checkpoints/step_*/model") if p.is_dir())
+    if not models:
+        raise DeclarationError("the run has no checkpoint yet", where=where, fix=f"croze eval {file}")
+    run = apply_keys(load_run(file), keys)
+    return dataclasses.replace(run, model=str(models[-1]), dir="")
+
+
+def apply_keys(run: Run, keys: dict[str, Any]) -> Run:
+    """A copy with the values that ``Run.keys`` gave, after a way through JSON. Raises ConfigError."""
+    top: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        owner = Run if key in TOP_KEYS else config.SECTIONS.get(section)
+        field = TOP_KEYS.get(key, name)
+        hint = typing.get_type_hints(owner).get(field) if owner is not None else None
+        if hint is None:
+            raise ConfigError(f"unknown key {key!r}", where="config.json")
+        try:
+            plain = msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{key}: {error}", where="config.json") from None
+        if owner is Run:
+            top[field] = plain
+        else:
+            nested.setdefault("reward_options" if section == "reward" else section, {})[field] = plain
+    sections = {name: dataclasses.replace(getattr(run, name), **values) for name, values in nested.items()}
+    return dataclasses.replace(run, **top, **sections)
+
+
+def find_run_folder(word: str) -> Path:
+    """A run folder by its path, or by the beginning of its name under ``runs/``. Raises UsageError."""
+    path = Path(word)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise UsageError("this is a file; a run is a folder", where=word, fix="give runs/NAME-ID")
+    names = [p.name for p in sorted(Path("runs").glob("*")) if p.is_dir()]
+    named = [name for name in names if name == word] or [name for name in names if name.startswith(word)]
+    if len(named) == 1:
+        return Path("runs") / named[0]
+    if named:
+        raise UsageError(
+            f"several runs are named so: {', '.join(named)}", where=word, fix="write more of the name"
+        )
+    raise UsageError(
+        "there is no such run", where=word, fix=suggest(word, names) or "give the path of a run folder"
+    )
+
+
+def _task_file(path: Path) -> Path:
+    if path.is_file() and path.suffix == ".py":
+        return path.absolute()
+    if path.is_dir():
+        raise DeclarationError("this is a folder, not a task file", where=str(path))
+    if path.is_file():
+        raise DeclarationError("a task file is Python", where=str(path), fix="rename it to .py")
+    near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    fix = "name the task file first" if "=" in path.name else suggest(path.name, near)
+    raise DeclarationError("there is no such task file", where=str(path), fix=fix)
+
+
+def _execute(file: Path) -> ModuleType:
+    name = "croze_task_" + re.sub(r"\W", "_", file.stem)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    try:
+        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    except SyntaxError as error:
+        if error.filename != str(file):
+            raise _failed(file, error) from error
+        where = f"{file}:{error.lineno}" if error.lineno else str(file)
+        raise DeclarationError(
+            f"{type(error).__name__}: {error.msg}", where=where, fix=_caret(error)
+        ) from None
+    except CrozeError as error:
+        where = f"{_place(file, error)} ({error.where})" if error.where else _place(file, error)
+        raise type(error)(error.message, where=where, fix=error.fix) from error
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is shown as theirs
+        raise _failed(file, error) from error
+    return module
+
+
+def _failed(file: Path, error: BaseException) -> DeclarationError:
+    fix = None
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        fix = f"install what provides {error.name!r}, or put {error.name}.py beside the task file"
+    return DeclarationError(f"{type(error).__name__}: {error}", where=_place(file, error), fix=fix)
+
+
+def _place(file: Path, error: BaseException) -> str:
+    """``FILE:LINE`` of the last line of the task file that the error passed through."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return f"{file}:{lines[-1]}" if lines else str(file)
+
+
+def _caret(error: SyntaxError) -> str | None:
+    return f"look at: {error.text.strip()}" if error.text else None

@@ -1,0 +1,138 @@
+"""From a declaration to its parts, in the order in which they depend on each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from croze.clock import Clock
+from croze.config import Sampling
+from croze.env.tasks import TaskSource, as_tasks
+from croze.errors import UsageError
+from croze.inference.core import EngineCore
+from croze.inference.torch_engine import TorchEngine
+from croze.models import numerics
+from croze.models.architecture import Architecture, read_architecture
+from croze.models.device import ComputeThread
+from croze.models.layout import read_tensors
+from croze.models.numerics import Recipe
+from croze.models.protocol import ModelFiles, Tokenizer
+from croze.models.source import resolve
+from croze.models.tokenizer import load_tokenizer
+from croze.models.weights import ModelWeights
+from croze.rollout.groups import Generator
+from croze.run import Run
+from croze.sync.identity import Identity
+from croze.train.protocol import Algorithm
+from croze.train.trainer import TorchTrainer, lora_spec
+from croze.types import Task
+
+EVAL_SEED = 0x5EED
+"""Held-out tasks and their samples draw from streams that training never uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model made ready on this machine: files, shape, numerics, tokenizer, the thread it computes on."""
+
+    files: ModelFiles
+    arch: Architecture
+    recipe: Recipe
+    tokenizer: Tokenizer
+    thread: ComputeThread
+
+
+def build_model(run: Run) -> Model:
+    """Resolve the model, read its shape, measure this machine. Raises ModelError and its kinds."""
+    files = resolve(run.model)
+    arch = read_architecture(files.path)
+    thread = ComputeThread(run.engine.threads)
+    recipe = thread.run_now(
+        numerics.choose, arch, run.engine.dtype, run.engine.device, run.engine.self_check
+    )
+    return Model(files=files, arch=arch, recipe=recipe, tokenizer=load_tokenizer(files), thread=thread)
+
+
+def build_trainer(run: Run, model: Model, algorithm: Algorithm) -> TorchTrainer:
+    weights = ModelWeights(model.arch, model.recipe, lora_spec(run.lora))
+    return model.thread.run_now(
+        lambda: TorchTrainer(
+            weights,
+            read_tensors(model.files.path),
+            algorithm,
+            run.optim,
+            steps=run.steps,
+            published=getattr(torch, run.sync.dtype),
+            temperature=run.sampling.temperature,
+            seed=run.seed,
+        )
+    )
+
+
+def read_weights(run: Run, model: Model) -> ModelWeights:
+    """A model's weights to serve, in the published dtype, under their content id."""
+    dtype = getattr(torch, run.sync.dtype)
+
+    def load() -> ModelWeights:
+        weights = ModelWeights(model.arch, model.recipe)
+        wanted = set(weights.layout.slots)
+        tensors = [(n, t.to(dtype)) for n, t in read_tensors(model.files.path) if n in wanted]
+        weights.update(Identity().of(tensors), tensors)
+        return weights
+
+    return model.thread.run_now(load)
+
+
+def build_engine(run: Run, model: Model, weights: ModelWeights) -> TorchEngine:
+    """An engine over ``weights``, which a trainer of this process may share."""
+    return TorchEngine(EngineCore(weights, run.engine, model.tokenizer), model.thread)
+
+
+def build_generator(run: Run, model: Model, engine: TorchEngine, clock: Clock, *, held_out: bool) -> Generator:
+    sampling: Sampling = run.sampling
+    return Generator(
+        engine,
+        model.tokenizer,
+        sampling,
+        seed=run.seed ^ EVAL_SEED if held_out else run.seed,
+        context=model.arch.context,
+        clock=clock,
+    )
+
+
+def held_out(run: Run, count: int) -> tuple[TaskSource, list[Task]]:
+    """The training source and ``count`` tasks that it will not give."""
+    source = as_tasks(run.tasks)
+    if count == 0:
+        return source, []
+    if run.eval_tasks is not None:
+        return source, as_tasks(run.eval_tasks).holdout(count, EVAL_SEED)
+    return source, source.holdout(count, EVAL_SEED)
+
+
+def make_folder(run: Run) -> Run:
+    """The run with its folder made; a folder that already holds a run is refused."""
+    folder = Path(run.dir) if run.dir else Path("runs") / f"{run.name}-{secrets.token_hex(3)}"
+    if (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} already holds a run", where="run.dir", fix="choose another run.dir, or remove the folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return dataclasses.replace(run, dir=str(folder))
+
+
+def write_config(run: Run, files: ModelFiles, recipe: Recipe) -> None:
+    """config.json: every key with its value, the task file, and what the model and numerics turned out to be."""
+    told = {
+        "file": run.file,
+        "keys": run.keys(),
+        "model": {"name": files.name, "path": str(files.path), "source": files.source},
+        "numerics": {"dtype": str(recipe.dtype).removeprefix("torch."), "exact": recipe.exact, "note": recipe.note},
+    }
+    text = msgspec.json.format(msgspec.json.encode(told), indent=1)
+    (Path(run.dir) / "config.json").write_bytes(text)
