@@ -1,7 +1,7 @@
 """croze's trainer against the limit of this CPU: the share of a 1024^3 matrix product's rate it keeps up.
 
-smollm2-135m-instruct, full fine-tune, one thread, 512 tokens that share nothing and are all trained, optimizer
-and the renewal of the working weights included. FLOPs of a step = 6 x parameters x tokens (Kaplan et al. 2020,
+smollm2-135m-instruct, full fine-tune, one thread, 512 tokens that share nothing and are all trained, with the
+optimizer and the renewal of the working weights. FLOPs of a step = 6 x parameters x tokens (Kaplan et al.,
 arXiv 2001.08361: 2 forward, 4 backward; attention's own products are not counted). The limit is measured in
 the same process, before and after, the better of the two.
 """

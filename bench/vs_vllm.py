@@ -101,10 +101,10 @@ def main() -> None:
     parser.add_argument(
         "--compiled", action="store_true", help="vLLM's inductor mode too (minutes to start, needs g++)"
     )
-    parser.add_argument("--only", default="", help="only sides whose name contains this")
+    parser.add_argument("--sides", nargs="+", help="only these, by name: croze, 'vLLM eager', ...")
     args = parser.parse_args()
     started, model = harness.machine(), harness.smollm2()
-    taking_part = [side for side in sides(args.compiled) if args.only in side.name]
+    taking_part = [side for side in sides(args.compiled) if side.name in (args.sides or [side.name])]
     taken: dict[tuple[str, str], list[harness.Measured]] = {}
     for _ in range(args.rounds):
         for side in taking_part:

@@ -32,7 +32,7 @@ def value(node: ast.AST) -> float:
     raise ValueError("not arithmetic")
 
 
-def correct(completions, answer, **_) -> list[float]:
+def correct(completions, answer, **_) -> list[float | None]:
     """1.0 for an expression of the right value, 0.1 for one that has a value, else 0."""
     return [
         score(messages[-1]["content"], wanted) for messages, wanted in zip(completions, answer, strict=True)

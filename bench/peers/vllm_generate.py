@@ -16,6 +16,7 @@ import torch
 import vllm
 from common import DTYPES, cpu_s, emit, gemm_gflops, random_prompts
 from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     block = {} if args.block is None else {"block_size": args.block}
     llm = LLM(
         model=args.model,
-        dtype={"bf16": "bfloat16", "fp32": "float32"}[args.dtype],
+        dtype="bfloat16" if args.dtype == "bf16" else "float32",
         enforce_eager=not args.compile,
         max_model_len=512,
         max_num_seqs=args.groups * args.siblings,
@@ -45,13 +46,15 @@ def main() -> None:
         n=args.siblings, temperature=1.0, max_tokens=args.new, ignore_eos=True, logprobs=0, detokenize=False
     )
     for repeat in range(args.repeats + 1):  # the first warms up
-        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(args.groups, args.prompt, repeat)]
+        prompts = [
+            TokensPrompt(prompt_token_ids=ids) for ids in random_prompts(args.groups, args.prompt, repeat)
+        ]
         before = cpu_s()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         used = cpu_s() - before
         replies = [reply for output in outputs for reply in output.outputs]
         assert len(replies) == args.groups * args.siblings
-        assert all(len(r.token_ids) == len(r.logprobs) == args.new for r in replies)
+        assert all(len(r.token_ids) == len(r.logprobs or ()) == args.new for r in replies)
         if repeat:
             emit("repeat", tokens=sum(len(r.token_ids) for r in replies), cpu_s=used)
     sys.stdout.flush()

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from croze.config import (
         Algo,
         EngineOptions,
-        Lora,
         LoopOptions,
+        Lora,
         Optim,
         RewardOptions,
         Sampling,

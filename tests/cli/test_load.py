@@ -125,11 +125,11 @@ def test_paths_that_are_no_task_file(write, tmp_path):
 # ------------------------------------------------------------------------------------------------- folders
 
 
-def make_folder(folder: Path, file: Path, steps=(1, 2, 10), **keys) -> Path:
+def make_folder(folder: Path, file: Path, saved=(1, 2, 10), **keys) -> Path:
     folder.mkdir(parents=True)
     run = dataclasses.replace(load_run(file), **keys)
     (folder / "config.json").write_text(json.dumps({"file": str(file), "keys": run.keys()}))
-    for step in steps:
+    for step in saved:
         (folder / "checkpoints" / f"step_{step:06d}" / "model").mkdir(parents=True)
     return folder
 
@@ -175,7 +175,7 @@ def test_folders_that_are_no_run(write, tmp_path):
     with pytest.raises(DeclarationError, match="in Python"):
         load_folder(tmp_path / "a")
     with pytest.raises(DeclarationError, match="no checkpoint"):
-        load_folder(make_folder(tmp_path / "b", write(GOOD), steps=()))
+        load_folder(make_folder(tmp_path / "b", write(GOOD), saved=()))
 
 
 def test_a_run_is_found_by_path_name_or_its_beginning(tmp_path, monkeypatch):

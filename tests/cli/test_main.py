@@ -137,11 +137,12 @@ def test_a_signal_ends_with_4(tmp_path, number):
     assert error["kind"] == "interrupted"
 
 
-def test_a_defect_keeps_its_traceback_and_ends_with_3(tmp_path):
-    (tmp_path / "calc-1" / "trace" / "rollouts").mkdir(parents=True)
-    (tmp_path / "calc-1" / "trace" / "rollouts" / "000001.arrows").mkdir()
-    (tmp_path / "bad.py").write_text("import croze.cli.load as load\nload.find_run_folder(None)\n")
-    program = "import croze.cli.trace as t, croze.cli.main as m, sys\nt.run = lambda a, o: 1 / 0\nsys.exit(m.main(['trace', 'x', '--json']))"
+def test_a_defect_keeps_its_traceback_and_ends_with_3():
+    program = (
+        "import croze.cli.trace as trace, croze.cli.main as cli, sys\n"
+        "trace.run = lambda arguments, output: 1 / 0\n"
+        "sys.exit(cli.main(['trace', 'x', '--json']))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 3 and "Traceback" in done.stderr
     assert only_error(done) | {"message": ""} == {
@@ -274,7 +275,8 @@ def test_a_terminal_gets_a_live_table(tmp_path):
         "from croze.cli.output import Output\nfrom croze.cli.progress import progress\n"
         "with Output(json=False) as output, progress(output, quiet=False) as show:\n"
         "    show({'event': 'start', 'run_dir': 'runs/x', 'steps': 2})\n"
-        "    show({'event': 'step', 'step': 1, 'reward_mean': 0.25, 'step_s': 1.5, 'phase_s': {'generate': 1.0, 'train': 0.5}})\n"
+        "    phases = {'generate': 1.0, 'train': 0.5}\n"
+        "    show({'event': 'step', 'step': 1, 'reward_mean': 0.25, 'step_s': 1.5, 'phase_s': phases})\n"
         "    show({'event': 'done', 'run_dir': 'runs/x', 'weights_id': 'w' * 40})\n"
     )
     ours, theirs = pty.openpty()

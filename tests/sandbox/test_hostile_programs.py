@@ -292,7 +292,7 @@ async def main():
     r = await box.exec_python("x = []\\nwhile 1: x.append(bytearray(1 << 20))"); assert r.status == "oom", r
     r = await box.exec_python("while 1: pass", cpu_s=1); assert r.status == "timeout_cpu", r
     r = await box.exec_python("import time; time.sleep(9)", wall_s=0.3); assert r.status == "timeout_wall", r
-    r = await box.exec_python("import os, time\\nif os.fork() == 0:\\n  os.setsid(); time.sleep(99)\\nprint('p')")
+    r = await box.exec_python("import os, time\\nif not os.fork(): os.setsid(); time.sleep(99)\\nprint('p')")
     assert r.text == "p\\n" and r.leftover_procs == 1, r
     r = await box.exec_python("import os, time\\nfor n in range(99):\\n  if os.fork() == 0: time.sleep(9)\\n")
     assert "BlockingIOError" in r.error_text and r.leftover_procs <= 24, r

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from croze.cli.load import load_folder, load_run
-from croze.cli.output import Output
+from croze.cli.output import Output, number
 from croze.cli.progress import progress
 from croze.config import parse_words
 
@@ -47,10 +48,13 @@ def positive(text: str) -> int:
     return value
 
 
-def describe(result: dict) -> str:
+def describe(result: dict[str, Any]) -> str:
     """An evaluation as a line a person reads."""
-    line = f"pass@1 {result['pass_at_1']:.3f} [{result['low']:.3f}, {result['high']:.3f}]"
+    interval = f"[{number(result['low'])}, {number(result['high'])}]"
+    line = f"pass@1 {number(result['pass_at_1'])} {interval}"
     k = result.get("k", 1)
-    if k > 1 and f"pass_at_{k}" in result:
-        line += f"  pass@{k} {result[f'pass_at_{k}']:.3f}"
-    return line + f"  {result.get('tasks', '?')} tasks x {result.get('samples', '?')} samples"
+    if k > 1:
+        line += f"  pass@{k} {number(result[f'pass_at_{k}'])}"
+    return (
+        f"{line}  reward {number(result.get('reward_mean'))}  {result['tasks']} tasks x {result['samples']}"
+    )

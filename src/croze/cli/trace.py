@@ -9,6 +9,8 @@ croze trace calc-7f3a --sql "SELECT stave, sum(t_end - t_start) FROM spans GROUP
 from __future__ import annotations
 
 import argparse
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,13 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> None:
     _check(arguments)
     limit = arguments.limit if arguments.limit is not None else 0 if output.json else LISTED
-    with TraceReader(find_run_folder(arguments.folder)) as reader:
+    folder = find_run_folder(arguments.folder)
+    with TraceReader(folder) as reader:
         if arguments.sql:
             _table(reader.query(arguments.sql), limit, output)
         elif arguments.rollout is None:
             _list(reader, arguments.where, limit, output)
         else:
-            _one(reader, arguments.rollout, arguments.tokens, limit, output)
+            _one(reader, folder, arguments, limit, output)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -63,7 +66,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--limit cannot be negative", where="croze trace")
 
 
-def _one(reader: TraceReader, name: str, tokens: bool, limit: int, output: Output) -> None:
+def _one(
+    reader: TraceReader, folder: Path, arguments: argparse.Namespace, limit: int, output: Output
+) -> None:
+    name, tokens = arguments.rollout, arguments.tokens
     quoted = name.replace("'", "''")
     found = reader.rollouts(f"rollout_id = '{quoted}'")
     if not found:
@@ -73,7 +79,7 @@ def _one(reader: TraceReader, name: str, tokens: bool, limit: int, output: Outpu
         names = [row["rollout_id"] for row in reader.query("SELECT rollout_id FROM rollouts")]
         raise UsageError(f"no rollout {name!r} in this trace", where="croze trace", fix=suggest(name, names))
     if tokens:
-        _tokens(reader.tokens(name), output)
+        _tokens(_spelled(reader.tokens(name), folder), output)
     elif output.json:
         output.record(_plain(found[0]))
     else:
@@ -111,6 +117,24 @@ def _tokens(rows: list[dict[str, Any]], output: Output) -> None:
         output.text(aligned([_TOKEN, *cells]))
 
 
+def _spelled(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Tokens with their text: as recorded, else by the run's tokenizer while its model is still there."""
+    if not rows or any(row["text"] is not None for row in rows):
+        return rows
+    from croze.models.protocol import ModelFiles
+    from croze.models.tokenizer import load_tokenizer
+
+    try:
+        model = msgspec.json.decode((folder / "config.json").read_bytes())["model"]
+    except (OSError, msgspec.DecodeError, KeyError):
+        return rows
+    files = ModelFiles(name=model["name"], path=Path(model["path"]), source=model["source"])
+    if not files.path.is_dir():
+        return rows
+    tokenizer = load_tokenizer(files)
+    return [row | {"text": tokenizer.decode([row["token_id"]], special=True)} for row in rows]
+
+
 def _table(rows: list[dict[str, Any]], limit: int, output: Output) -> None:
     shown = rows[:limit] if limit else rows
     if output.json:
@@ -139,13 +163,14 @@ def _prompt(row: dict[str, Any]) -> Any:
 
 
 def _shown(row: dict[str, Any]) -> str:
-    said = [
-        f"{name:<18}{printable(number(row[name]))}"
-        for name in row
-        if name not in ("prompt", "reply", "parts")
-    ]
+    apart = ("prompt", "reply", "parts", "t_start", "t_end")
+    facts = {name: number(value) for name, value in row.items() if name not in apart}
+    if row["t_start"] is not None and row["t_end"] is not None:
+        began = datetime.fromtimestamp(row["t_start"], UTC).isoformat(" ", "milliseconds")
+        facts["time"] = f"{began}, {number(row['t_end'] - row['t_start'])} s"
     parts = msgspec.json.decode(row["parts"]) if row["parts"] else {}
-    said += [f"{'part ' + printable(name):<18}{number(value)}" for name, value in parts.items()]
+    facts |= {f"part {name}": number(value) for name, value in parts.items()}
+    said = [f"{printable(name):<18}{printable(fact)}" for name, fact in facts.items()]
     prompt = _prompt(row)
     messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:

@@ -114,8 +114,12 @@ class StepAttention:
         own_v = own_v[:n].view(n * kv, -1, d)[:, : self._own_keys]
         q = q.reshape(n, kv, rep, d)
         own = kernels.bmm(q.view(n * kv, rep, d), own_k.transpose(1, 2), recipe).view(n, kv, rep, -1)
-        prompt_k = cache.prompt_k[layer][: self._groups].view(self._groups * kv, -1, d)[:, : self._prompt_keys]
-        prompt_v = cache.prompt_v[layer][: self._groups].view(self._groups * kv, -1, d)[:, : self._prompt_keys]
+        prompt_k = cache.prompt_k[layer][: self._groups].view(self._groups * kv, -1, d)[
+            :, : self._prompt_keys
+        ]
+        prompt_v = cache.prompt_v[layer][: self._groups].view(self._groups * kv, -1, d)[
+            :, : self._prompt_keys
+        ]
         shared = self._from_groups(kernels.bmm(self._to_groups(q), prompt_k.transpose(1, 2), recipe))
         weights = torch.softmax(torch.cat([shared, own], -1).add_(self._bias), -1)
         prefix = self._to_groups(weights[..., : self._prompt_keys])
@@ -168,7 +172,9 @@ class StepAttention:
             ],
             -1,
         )
-        weights = torch.softmax(scores.view(kv, c, -1, prefix + total) + mask, -1).view(kv, -1, prefix + total)
+        weights = torch.softmax(scores.view(kv, c, -1, prefix + total) + mask, -1).view(
+            kv, -1, prefix + total
+        )
         own = kernels.weigh(weights[..., prefix:], values[:, :total], self.recipe)
         return self._by_row(own + kernels.weigh(weights[..., :prefix], prompt_v, self.recipe), c)
 

@@ -61,7 +61,9 @@ class EngineCore:
         """One token for everyone who can have one."""
         if not self.weights_id or self.weights.weights_id != self.weights_id:
             raise EngineFault(
-                "the weights in memory are not the committed ones", where="engine", fix="publish and commit again"
+                "the weights in memory are not the committed ones",
+                where="engine",
+                fix="publish and commit again",
             )
         self._drop_aborted()
         self.scheduler.admit()
@@ -119,6 +121,7 @@ class EngineCore:
         text = self.tokenizer.decode(s.suffix[s.first :][-tail:])
         return any(t in text for t in stops)
 
+    @torch.inference_mode()
     def abort(self, request_id: str) -> list[Chunk]:
         """End a request's siblings now; what is queued is forgotten."""
         for request in [r for r in self.scheduler.waiting if r.id == request_id]:
@@ -182,9 +185,7 @@ class EngineCore:
         x = hidden_states(self.weights, packing.ids_N, packing.positions_N, attend, self.ops)[packing.rows_M]
         found = [
             log_probs(logits(self.weights, x[i : i + SCORE_ROWS], self.ops), t, temperature)
-            for i, t in zip(
-                range(0, count, SCORE_ROWS), packing.targets_M.split(SCORE_ROWS), strict=True
-            )
+            for i, t in zip(range(0, count, SCORE_ROWS), packing.targets_M.split(SCORE_ROWS), strict=True)
         ]
         return torch.cat(found).cpu().numpy()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -66,7 +66,7 @@ class Engine(Protocol):
     @property
     def weights_id(self) -> WeightsId: ...
 
-    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Chunks of all siblings as they come; closing the iterator aborts what is left."""
         ...
 

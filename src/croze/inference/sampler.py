@@ -103,7 +103,7 @@ def inverse_cdf(p_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 def truncate(p_BV: torch.Tensor, top_p: float, top_k: int) -> torch.Tensor:
     """Zero what lies outside the k likeliest tokens and outside the smallest set of mass >= top_p."""
-    ordered, order = p_BV.sort(-1, descending=True, stable=True)
+    ordered, order = torch.sort(p_BV, dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:
         keep[:, top_k:] = False

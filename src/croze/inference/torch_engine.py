@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class TorchEngine:
     def weights_id(self) -> WeightsId:
         return self._core.weights_id
 
-    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if request.id in self._queues:
             raise EngineFault(f"request {request.id!r} is already running", where="engine")
         queue: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()

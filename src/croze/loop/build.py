@@ -52,9 +52,7 @@ def build_model(run: Run) -> Model:
     files = resolve(run.model)
     arch = read_architecture(files.path)
     thread = ComputeThread(run.engine.threads)
-    recipe = thread.run_now(
-        numerics.choose, arch, run.engine.dtype, run.engine.device, run.engine.self_check
-    )
+    recipe = thread.run_now(numerics.choose, arch, run.engine.dtype, run.engine.device, run.engine.self_check)
     return Model(files=files, arch=arch, recipe=recipe, tokenizer=load_tokenizer(files), thread=thread)
 
 
@@ -93,7 +91,9 @@ def build_engine(run: Run, model: Model, weights: ModelWeights) -> TorchEngine:
     return TorchEngine(EngineCore(weights, run.engine, model.tokenizer), model.thread)
 
 
-def build_generator(run: Run, model: Model, engine: TorchEngine, clock: Clock, *, held_out: bool) -> Generator:
+def build_generator(
+    run: Run, model: Model, engine: TorchEngine, clock: Clock, *, held_out: bool
+) -> Generator:
     sampling: Sampling = run.sampling
     return Generator(
         engine,
@@ -120,7 +120,9 @@ def make_folder(run: Run) -> Run:
     folder = Path(run.dir) if run.dir else Path("runs") / f"{run.name}-{secrets.token_hex(3)}"
     if (folder / "config.json").exists():
         raise UsageError(
-            f"{folder} already holds a run", where="run.dir", fix="choose another run.dir, or remove the folder"
+            f"{folder} already holds a run",
+            where="run.dir",
+            fix="choose another run.dir, or remove the folder",
         )
     folder.mkdir(parents=True, exist_ok=True)
     return dataclasses.replace(run, dir=str(folder))
@@ -132,7 +134,11 @@ def write_config(run: Run, files: ModelFiles, recipe: Recipe) -> None:
         "file": run.file,
         "keys": run.keys(),
         "model": {"name": files.name, "path": str(files.path), "source": files.source},
-        "numerics": {"dtype": str(recipe.dtype).removeprefix("torch."), "exact": recipe.exact, "note": recipe.note},
+        "numerics": {
+            "dtype": str(recipe.dtype).removeprefix("torch."),
+            "exact": recipe.exact,
+            "note": recipe.note,
+        },
     }
     text = msgspec.json.format(msgspec.json.encode(told), indent=1)
     (Path(run.dir) / "config.json").write_bytes(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
@@ -14,7 +15,7 @@ from croze.loop.decisions import Action, Cancelled, Decisions, Dispatch, Ended, 
 from croze.loop.ledger import Dispatched, Finished, Ledger
 from croze.rollout.groups import Attempt, Generator
 from croze.trace.metrics import JsonLines
-from croze.trace.recorder import Recorder, RolloutRow, Span
+from croze.trace.recorder import Recorder, Span
 from croze.types import Group, Outcome, Rollout, Task
 
 
@@ -136,21 +137,20 @@ class _Collecting:
         task, step = self.c.task(dispatches[0].key.group), dispatches[0].step
         attempts = [_attempt(d.key) for d in dispatches]
         keys = {d.key.rollout_id: d.key for d in dispatches}
-        started, requested = self.c.clock.now(), self.c.clock.now()
+        started = self.c.clock.now()
         ended: list[tuple[Key, Rollout]] = []
-        async for rollout in self.c.generator.run(task, attempts, step):
-            self.generated_at = self.c.clock.now()
-            ended.append((keys[rollout.id], rollout))
-            if not self.c.judge.batched:
-                decode = self._decode_span([rollout], started, requested, enabler)
-                self.work.create_task(self._judge(ended[-1:], decode))
+        async with aclosing(self.c.generator.run(task, attempts, step)) as rollouts:
+            async for rollout in rollouts:
+                self.generated_at = self.c.clock.now()
+                ended.append((keys[rollout.id], rollout))
+                if not self.c.judge.batched:
+                    decode = self._decode_span([rollout], started, enabler)
+                    self.work.create_task(self._judge(ended[-1:], decode))
         if self.c.judge.batched:
-            decode = self._decode_span([r for _, r in ended], started, requested, enabler)
+            decode = self._decode_span([r for _, r in ended], started, enabler)
             await self._judge(ended, decode)
 
-    def _decode_span(
-        self, rollouts: Sequence[Rollout], start: float, requested: float, enabler: Span | None
-    ) -> Span:
+    def _decode_span(self, rollouts: Sequence[Rollout], start: float, enabler: Span | None) -> Span:
         span = self.c.recorder.add_span(
             "decode",
             start,
@@ -160,7 +160,7 @@ class _Collecting:
             step=rollouts[0].step,
             rollout_id=rollouts[0].id,
             role="engine",
-            requested=requested,
+            requested=start,
         )
         span.work(tokens=sum(r.generated for r in rollouts), rollouts=len(rollouts))
         return span
@@ -244,7 +244,3 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def row_of(rollout: Rollout, advantage: float | None) -> RolloutRow:
-    return RolloutRow.of(rollout, advantage=advantage)

@@ -21,7 +21,7 @@ from croze.sync.identity import Identity
 from croze.trace.metrics import JsonLines
 from croze.trace.recorder import Recorder, Span
 from croze.train.protocol import Algorithm, StepStats, Trainer, TrainStats
-from croze.types import Batch, Group, Rollout, Sample, WeightsId
+from croze.types import Batch, Rollout, Sample, WeightsId
 
 OnEvent = Callable[[dict[str, Any]], None]
 
@@ -113,14 +113,10 @@ class Controller:
         samples: Sequence[Sample] = batch.samples
         if self.algorithm.recompute_anchor:
             found = await self.thread.run(self.trainer.logprobs, samples)
-            samples = [
-                msgspec.structs.replace(s, anchor_S=a) for s, a in zip(samples, found, strict=True)
-            ]
+            samples = [msgspec.structs.replace(s, anchor_S=a) for s, a in zip(samples, found, strict=True)]
         if self.algorithm.needs_reference:
             found = await self.thread.run(self.trainer.reference_logprobs, samples)
-            samples = [
-                msgspec.structs.replace(s, reference_S=r) for s, r in zip(samples, found, strict=True)
-            ]
+            samples = [msgspec.structs.replace(s, reference_S=r) for s, r in zip(samples, found, strict=True)]
         return msgspec.structs.replace(batch, samples=tuple(samples))
 
     def commit(self, collected: Collected, learned: Learned, weights_id: WeightsId) -> None:
@@ -221,7 +217,3 @@ def _advantages(batches: Sequence[Batch]) -> dict[str, float]:
         if len(trained):
             found[sample.rollout_id] = float(trained[0])
     return found
-
-
-def group_ids(groups: Sequence[Group]) -> list[str]:
-    return [g.id for g in groups]

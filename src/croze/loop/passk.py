@@ -23,15 +23,14 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Chance that at least one of k samples of a task passes: 1 - C(n - c, k) / C(n, k).
 
     Unbiased for n >= k samples of which c passed: Chen et al. 2021, "Evaluating Large Language Models Trained
-    on Code", eq. 1; as a product, which neither overflows nor cancels.
+    on Code", eq. 1; in whole numbers, so the result is correctly rounded.
     """
     if not 0 <= passed <= samples or not 1 <= k <= samples:
         raise ValueError(
             f"pass@{k} needs 0 <= passed <= samples and 1 <= k <= samples, got {passed} of {samples}"
         )
-    if samples - passed < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(samples - passed + 1, samples + 1))
+    ways = math.comb(samples, k)
+    return (ways - math.comb(samples - passed, k)) / ways
 
 
 def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float = 0.95) -> PassK:
@@ -50,11 +49,9 @@ def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float =
     tasks, samples = len(values), sum(n for n, _ in counts)
     mean = math.fsum(values) / tasks
     trials = _effective_trials(values, mean, samples)
-    z = (
-        float(stats.t.ppf(0.5 + confidence / 2, tasks - 1))
-        if tasks > 1
-        else float(stats.norm.ppf(0.5 + confidence / 2))
-    )
+    spread = tasks > 1 and 0.0 < mean < 1.0
+    tail = 0.5 + confidence / 2
+    z = float(stats.t.ppf(tail, tasks - 1) if spread else stats.norm.ppf(tail))
     low, high = wilson(mean, trials, z)
     return PassK(k=k, estimate=mean, low=low, high=high, tasks=tasks, samples=samples)
 

@@ -168,7 +168,9 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(watched())
     except asyncio.CancelledError:
-        raise Interrupted("stopped by Ctrl-C", where="train", fix="the run folder keeps what was done") from None
+        raise Interrupted(
+            "stopped by Ctrl-C", where="train", fix="the run folder keeps what was done"
+        ) from None
 
 
 def _silent(_: dict[str, Any]) -> None:

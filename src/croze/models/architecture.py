@@ -66,7 +66,9 @@ def read_architecture(path: Path) -> Architecture:
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ModelError("the model has no config.json", where=str(path), fix="give a complete model directory") from None
+        raise ModelError(
+            "the model has no config.json", where=str(path), fix="give a complete model directory"
+        ) from None
     except json.JSONDecodeError as error:
         raise ModelError(f"config.json is not JSON: {error}", where=str(file)) from None
     return from_config(config, where=str(file))
@@ -122,7 +124,9 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":
-        raise ModelUnsupported(f"rope scaling {kind!r} is not supported (default and llama3 are)", where=where)
+        raise ModelUnsupported(
+            f"rope scaling {kind!r} is not supported (default and llama3 are)", where=where
+        )
     return Rope(
         theta=theta,
         factor=float(scaling["factor"]),

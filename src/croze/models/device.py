@@ -21,7 +21,9 @@ class ComputeThread:
 
     def __init__(self, threads: int = 0) -> None:
         self.threads = threads or len(os.sched_getaffinity(0))
-        self._pool = ThreadPoolExecutor(1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,))
+        self._pool = ThreadPoolExecutor(
+            1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,)
+        )
 
     async def run(self, call: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)

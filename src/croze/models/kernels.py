@@ -45,7 +45,9 @@ class Linear:
         weight = weight.to(device=recipe.device, dtype=recipe.dtype)
         self.key, self.adapter = key, None
         self.out, self.packed, self.rows = weight.shape[0], recipe.packed, recipe.linear_rows
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1) if self.packed else weight
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1) if self.packed else weight
+        )
         self.bias = None if bias is None else bias.to(device=recipe.device, dtype=recipe.dtype)
 
     adapter: Adapter | None

@@ -87,7 +87,10 @@ class Layout:
             yield name, self.view(fused, name)
 
     def fill(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], fused: dict[str, torch.Tensor], where: str = "model"
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        fused: dict[str, torch.Tensor],
+        where: str = "model",
     ) -> dict[str, torch.Tensor]:
         """Copy canonical tensors into fused buffers; missing, unknown and misshapen ones are errors."""
         missing = set(self.slots)
@@ -96,16 +99,21 @@ class Layout:
             if slot is None:
                 if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                     continue  # a tied head stored twice; recomputed tables
-                raise ModelError(f"unexpected tensor {name!r}", where=where, fix="is config.json of this model?")
+                raise ModelError(
+                    f"unexpected tensor {name!r}", where=where, fix="is config.json of this model?"
+                )
             if tuple(tensor.shape) != slot.shape:
                 raise ModelError(
-                    f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json says {slot.shape}", where=where
+                    f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json says {slot.shape}",
+                    where=where,
                 )
             self.view(fused, name).copy_(tensor)
             missing.discard(name)
         if missing:
             first = sorted(missing)[0]
-            raise ModelError(f"{len(missing)} tensors are missing, e.g. {first!r}", where=where, fix="is a shard missing?")
+            raise ModelError(
+                f"{len(missing)} tensors are missing, e.g. {first!r}", where=where, fix="is a shard missing?"
+            )
         return fused
 
 
@@ -113,7 +121,9 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the directory's safetensors files, one at a time (memory-mapped)."""
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ModelError("no *.safetensors file", where=str(path), fix="give a directory with safetensors weights")
+        raise ModelError(
+            "no *.safetensors file", where=str(path), fix="give a directory with safetensors weights"
+        )
     for file in files:
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping

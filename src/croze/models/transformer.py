@@ -35,7 +35,9 @@ class Forward:
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.swiglu(gate_up)
 
-    def block(self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]) -> torch.Tensor:
+    def block(
+        self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]
+    ) -> torch.Tensor:
         """Run one decoder layer; a trainer may checkpoint here."""
         return run(x, layer)
 

@@ -93,7 +93,9 @@ class ModelWeights:
                 done.add(slot.key)
         if (first or self.lora is None) and done != set(self.layout.shapes):
             missing = sorted(set(self.layout.shapes) - done)
-            raise ModelError(f"{len(missing)} tensors are missing, e.g. {missing[0]!r}", where="weights update")
+            raise ModelError(
+                f"{len(missing)} tensors are missing, e.g. {missing[0]!r}", where="weights update"
+            )
         if self.lora is not None:
             self._place_adapters(self.lora, adapters)
         self.weights_id = weights_id
@@ -128,9 +130,15 @@ class ModelWeights:
                 a = torch.cat([tensors[p.a] for p in targeted])
                 b = [Linear(tensors[p.b], self.recipe, key=p.b) if p.targeted else None for p in parts]
             except KeyError as missing:
-                raise ModelError(f"adapter tensor {missing.args[0]!r} is missing", where="weights update") from None
+                raise ModelError(
+                    f"adapter tensor {missing.args[0]!r} is missing", where="weights update"
+                ) from None
             linear.adapter = Adapter(
-                Linear(a, self.recipe, key=fused_a(linear.key)), b, [p.span for p in parts], spec.rank, spec.scale
+                Linear(a, self.recipe, key=fused_a(linear.key)),
+                b,
+                [p.span for p in parts],
+                spec.rank,
+                spec.scale,
             )
 
 

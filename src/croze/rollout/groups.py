@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import numpy as np
@@ -64,7 +64,7 @@ class Generator:
             )
         return ids
 
-    async def run(self, task: Task, attempts: Sequence[Attempt], step: int) -> AsyncIterator[Rollout]:
+    async def run(self, task: Task, attempts: Sequence[Attempt], step: int) -> AsyncGenerator[Rollout, None]:
         """Rollouts of ``attempts``, each as soon as it has ended."""
         prompt = self.prompt_ids(task)
         sessions = [Session(prompt) for _ in attempts]

@@ -38,9 +38,7 @@ class Session:
         if chunk.finish is not None:
             self.finish = chunk.finish
             begin = self._turns[-1].end
-            self._turns.append(
-                Turn(producer="model", start=begin, end=len(self._ids), finish=chunk.finish)
-            )
+            self._turns.append(Turn(producer="model", start=begin, end=len(self._ids), finish=chunk.finish))
 
     @property
     def sampled(self) -> list[int]:

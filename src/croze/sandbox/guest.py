@@ -330,9 +330,9 @@ def _leave(main, exit_code):
     main.__dict__.clear()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
-            if not getattr(stream, "closed", True):
+            if stream is not None and not stream.closed:
                 stream.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             exit_code = exit_code or 120
     os._exit(exit_code)
 

@@ -31,5 +31,5 @@ class Identity:
 
 def _line(name: str, tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-    digest = blake3.blake3(memoryview(flat)).hexdigest()
+    digest = blake3.blake3(flat.data).hexdigest()
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {digest}\n"

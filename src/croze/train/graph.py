@@ -38,7 +38,9 @@ class Graph(Forward):
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _SwiGlu.apply(gate_up)
 
-    def block(self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]) -> torch.Tensor:
+    def block(
+        self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]
+    ) -> torch.Tensor:
         if self.checkpointing:
             return checkpoint(run, x, layer, use_reentrant=False, preserve_rng_state=False)
         return run(x, layer)

@@ -24,7 +24,12 @@ class Head:
     def __init__(
         self, weights: ModelWeights, hidden_MH: torch.Tensor, targets_M: torch.Tensor, temperature: float
     ) -> None:
-        self.weights, self.hidden_MH, self.targets_M, self.temperature = weights, hidden_MH, targets_M, temperature
+        self.weights, self.hidden_MH, self.targets_M, self.temperature = (
+            weights,
+            hidden_MH,
+            targets_M,
+            temperature,
+        )
         rows, vocab = targets_M.shape[0], weights.arch.vocab
         self._kept: list[torch.Tensor] | None = [] if rows * vocab * 4 <= KEEP_BYTES else None
 
@@ -32,7 +37,9 @@ class Head:
         logits = Forward().linear(self.hidden_MH[start : start + CHUNK], self.weights.head)
         return probabilities(logits, self.temperature)
 
-    def log_probs(self, *, entropy: bool = False, keep: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def log_probs(
+        self, *, entropy: bool = False, keep: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """fp32 [M] log-probs, and entropies (nats) if asked for."""
         found, entropies = [], []
         for start in range(0, len(self.targets_M), CHUNK):

@@ -96,7 +96,12 @@ class Parameters:
 
 
 def _linear_key(layer: int, module: str) -> str:
-    names = {"qkv": "self_attn.qkv", "o": "self_attn.o_proj", "gate_up": "mlp.gate_up", "down": "mlp.down_proj"}
+    names = {
+        "qkv": "self_attn.qkv",
+        "o": "self_attn.o_proj",
+        "gate_up": "mlp.gate_up",
+        "down": "mlp.down_proj",
+    }
     return f"model.layers.{layer}.{names[module]}.weight"
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from croze.config import Lora, Optim
+from croze.models.teacher import GroupAttention, Packing
 from croze.models.transformer import Forward, hidden_states
 from croze.models.weights import LoraSpec, ModelWeights
 from croze.train.graph import Graph
 from croze.train.head import Head
 from croze.train.optimizer import AdamW
 from croze.train.parameters import Parameters
-from croze.models.teacher import GroupAttention, Packing
 from croze.train.protocol import Algorithm, LossInputs, StepStats, TrainStats
 from croze.types import Batch, Sample, WeightsId
 
@@ -163,7 +163,9 @@ class TorchTrainer:
         for i in order:
             sample = samples[i]
             key = (sample.group_id, sample.prompt_P.tobytes())
-            cost = len(sample.ids_S) + (0 if self.optim.share_prompt and key in prompts else len(sample.prompt_P))
+            cost = len(sample.ids_S) + (
+                0 if self.optim.share_prompt and key in prompts else len(sample.prompt_P)
+            )
             if not micros or cost > room:
                 micros.append([])
                 room, prompts = self.optim.tokens_per_microbatch, set()

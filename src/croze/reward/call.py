@@ -1,0 +1,183 @@
+"""Calling a reward by the names of its arguments, and reading what it returned.
+
+A reward asks for what it needs: ``reply`` (text), ``rollout``, ``sandbox``, ``prompt``, ``task``, or any
+column of the task. It is a function or a coroutine function and returns a number, a dict of named parts
+(their sum is the score), an ``Outcome``, or None (not applicable: the rollout is left out).
+
+A parameter named ``completions`` means TRL's batched form: lists in (``prompts``, ``completions``, every
+column), a list of numbers or None out. https://huggingface.co/docs/trl/main/rewards
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from croze.config import suggest
+from croze.errors import DeclarationError, RewardFault
+from croze.types import Outcome, Rollout
+
+RESERVED = ("reply", "rollout", "sandbox", "prompt", "task")
+BATCHED = ("prompts", "completions", "completion_ids")
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward's signature asks for. ``wants`` are all names, ``needs`` those without a default."""
+
+    name: str
+    wants: tuple[str, ...]
+    needs: tuple[str, ...]
+    everything: bool
+    """Has ``**kwargs``: gets every column too."""
+    batched: bool
+    is_async: bool
+
+    @property
+    def needs_sandbox(self) -> bool:
+        return "sandbox" in self.wants
+
+
+def inspect_reward(fn: RewardFunction) -> RewardSpec:
+    """Read a reward's signature. Raises DeclarationError for one that cannot be called by name."""
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    where = f"reward {name}"
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise DeclarationError(f"the reward's signature cannot be read: {error}", where=where) from error
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            raise DeclarationError(
+                f"the reward takes {p.name!r} by position",
+                where=where,
+                fix="name every argument: rewards are called by name",
+            )
+    named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
+    spec = RewardSpec(
+        name=name,
+        wants=tuple(p.name for p in named),
+        needs=tuple(p.name for p in named if p.default is p.empty),
+        everything=any(p.kind == p.VAR_KEYWORD for p in parameters),
+        batched=any(p.name == "completions" for p in named),
+        is_async=inspect.iscoroutinefunction(fn)
+        or inspect.iscoroutinefunction(getattr(fn, "__call__", None)),  # noqa: B004
+    )
+    if spec.needs_sandbox and not spec.is_async:
+        raise DeclarationError(
+            "a reward that uses a sandbox must await it", where=where, fix=f"write `async def {name}(...)`"
+        )
+    return spec
+
+
+def check_columns(spec: RewardSpec, columns: Iterable[str]) -> None:
+    """Hold a reward's arguments against the columns that tasks have. Raises DeclarationError."""
+    given = sorted(set(columns))
+    known = {"sandbox", *BATCHED} if spec.batched else set(RESERVED)
+    for name in spec.wants:
+        if name in known and name in given and name != "prompt":
+            raise DeclarationError(
+                f"the column {name!r} has the name of an argument that croze gives",
+                where=f"reward {spec.name}",
+                fix="rename the column",
+            )
+    for name in spec.needs:
+        if name not in known and name not in given:
+            raise DeclarationError(
+                f"the reward asks for {name!r}, which is no column of the tasks",
+                where=f"reward {spec.name}",
+                fix=suggest(name, [*given, *sorted(known)])
+                or f"tasks have {', '.join(given) or 'no columns'}; croze gives {', '.join(sorted(known))}",
+            )
+
+
+def arguments(spec: RewardSpec, rollout: Rollout, sandbox: Any = None) -> dict[str, Any]:
+    """One call's arguments, by name."""
+    own = {
+        "reply": rollout.reply,
+        "rollout": rollout,
+        "sandbox": sandbox,
+        "prompt": rollout.task.prompt,
+        "task": rollout.task,
+    }
+    columns = rollout.task.columns
+    every = {**columns, **{k: v for k, v in own.items() if k in spec.wants}}
+    return every if spec.everything else _only(spec, every)
+
+
+def batched_arguments(spec: RewardSpec, rollouts: Sequence[Rollout], sandbox: Any = None) -> dict[str, Any]:
+    """One call's arguments as TRL gives them: lists, with chat messages where the prompt was chat."""
+    columns = {name for r in rollouts for name in r.task.columns}
+    every: dict[str, Any] = {name: [r.task.columns.get(name) for r in rollouts] for name in columns}
+    every["prompts"] = [r.task.prompt for r in rollouts]
+    every["completions"] = [
+        r.reply if isinstance(r.task.prompt, str) else [{"role": "assistant", "content": r.reply}]
+        for r in rollouts
+    ]
+    every["completion_ids"] = [[int(i) for i in r.ids_T[r.prompt_tokens :]] for r in rollouts]
+    if spec.needs_sandbox:
+        every["sandbox"] = sandbox
+    return every if spec.everything else _only(spec, every)
+
+
+def _only(spec: RewardSpec, every: dict[str, Any]) -> dict[str, Any]:
+    return {name: every[name] for name in spec.wants if name in every}
+
+
+def outcome_of(value: Any, name: str) -> Outcome:
+    """What a reward returned, as an Outcome. Raises RewardFault for anything that is no finite number."""
+    if value is None:
+        return Outcome(valid=False, message=f"{name} returned None: not applicable")
+    if isinstance(value, Outcome):
+        parts = {k: _number(v, name, f"part {k!r}") for k, v in value.parts.items()}
+        return msgspec.structs.replace(value, score=_number(value.score, name, "the score"), parts=parts)
+    if isinstance(value, dict):
+        if not value or not all(isinstance(k, str) for k in value):
+            raise _fault(name, f"returned {value!r}: parts need names")
+        parts = {k: _number(v, name, f"part {k!r}") for k, v in value.items()}
+        return Outcome(score=_number(sum(parts.values()), name, "the sum of the parts"), parts=parts)
+    return Outcome(score=_number(value, name, "the score"))
+
+
+def outcomes_of(value: Any, name: str, count: int) -> list[Outcome]:
+    """What a batched reward returned, one Outcome a rollout."""
+    if (
+        isinstance(value, str | bytes | dict)
+        or not hasattr(value, "__len__")
+        or not hasattr(value, "__iter__")
+    ):
+        raise _fault(name, f"returned {_short(value)}, and not a list of {count} numbers")
+    values = list(value)
+    if len(values) != count:
+        raise _fault(name, f"returned {len(values)} rewards for {count} completions")
+    return [outcome_of(v, name) for v in values]
+
+
+def _number(value: Any, name: str, what: str) -> float:
+    if isinstance(value, str | bytes | complex) or getattr(value, "ndim", 0) != 0:
+        raise _fault(name, f"{what} is {_short(value)}, which is no number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _fault(name, f"{what} is {_short(value)}, which is no number") from None
+    if not math.isfinite(number):
+        raise _fault(name, f"{what} is {number}")
+    return number
+
+
+def _short(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fault(name: str, problem: str) -> RewardFault:
+    return RewardFault(
+        f"{name}: {problem}",
+        where=f"reward {name}",
+        fix="return a finite number, a dict of named finite numbers, cz.Outcome, or None",
+    )

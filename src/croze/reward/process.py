@@ -1,0 +1,187 @@
+"""The reward worker as the judge holds it: started, spoken to, heard, killed with everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from croze import wire
+from croze.errors import DeclarationError, RewardFault, SandboxFault, SandboxLost, SandboxUnavailable
+from croze.reward.messages import FromWorker, Ready, Refused, Setup
+from croze.sandbox import cgroup
+from croze.sandbox.children import ended
+
+_START_S = 120.0
+"""Importing the reward's file may import much."""
+_END_S = 3.0
+_TAIL = 4096
+
+Output = Callable[[bytes], None]
+
+
+class WorkerProcess:
+    """One worker. ``output`` gets what its code prints; ``tail`` keeps the end of it."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._tail = bytearray()
+        self._mark_fd = os.memfd_create("croze-mark") if sys.platform == "linux" else _anonymous_file()
+        os.truncate(self._mark_fd, mmap.PAGESIZE)
+        self._mark = mmap.mmap(self._mark_fd, mmap.PAGESIZE)
+
+    async def start(self, setup: Setup) -> None:
+        """Raises DeclarationError or RewardFault with what the worker said."""
+        ours, theirs = socket.socketpair()
+        out_read, out_write = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "croze.reward.worker",
+                    str(theirs.fileno()),
+                    str(self._mark_fd),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=out_write,
+                stderr=out_write,
+                pass_fds=(theirs.fileno(), self._mark_fd),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            )
+        finally:
+            theirs.close()
+            os.close(out_write)
+        self._out = out_read
+        os.set_blocking(out_read, False)
+        asyncio.get_running_loop().add_reader(out_read, self._printed)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            self.send(setup)
+            await self._welcome()
+        except BaseException:
+            await self.kill()
+            raise
+
+    async def _welcome(self) -> None:
+        try:
+            answer = await asyncio.wait_for(self.receive(), _START_S)
+        except TimeoutError:
+            raise RewardFault(
+                f"the reward worker was not ready within {_START_S:g} s{self.last_words}",
+                where="reward worker",
+            ) from None
+        if isinstance(answer, Refused):
+            kinds = {k.kind: k for k in (DeclarationError, SandboxFault, SandboxLost, SandboxUnavailable)}
+            error = kinds.get(answer.kind, RewardFault)
+            raise error(answer.message, where=answer.where, fix=answer.fix)
+        if not isinstance(answer, Ready):
+            raise RewardFault(f"the reward worker {await self.how_it_ended()}", where="reward worker")
+
+    def send(self, message: Any) -> None:
+        self._writer.write(wire.frame(wire.encode(message)))
+
+    async def receive(self) -> Any:
+        """The next message, or None when the worker has gone."""
+        data = await wire.read_frame(self._reader)
+        return None if data is None else wire.decode(data, FromWorker)
+
+    def _printed(self) -> None:
+        try:
+            data = os.read(self._out, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._out)
+            return
+        self._tail += data
+        del self._tail[:-_TAIL]
+        self._output(data)
+
+    @property
+    def running(self) -> int:
+        """The call whose step holds the worker's loop; 0 if none does."""
+        return int.from_bytes(self._mark[:8], "little")
+
+    @property
+    def last_words(self) -> str:
+        text = self._tail.decode("utf-8", "replace").strip()
+        return f"; it last printed: {text[-500:]}" if text else ""
+
+    async def how_it_ended(self) -> str:
+        await ended(self._process, _END_S)
+        code = self._process.returncode
+        if code is None:
+            return "closed its socket" + self.last_words
+        if code < 0:
+            return f"died of {signal.Signals(-code).name}" + self.last_words
+        return f"exited with code {code}" + self.last_words
+
+    async def close(self) -> None:
+        """Let it destroy its sandboxes, then see that it is gone."""
+        self._writer.close()
+        await ended(self._process, _END_S)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """End the worker and every process under it, and what those left behind."""
+        below = _descendants(self._process.pid) if self._process.poll() is None else []
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await ended(self._process, _END_S)
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+        self._let_go()
+        if (groups := cgroup.find()) is not None:
+            groups.sweep()
+
+    def _let_go(self) -> None:
+        if self._out >= 0:
+            asyncio.get_running_loop().remove_reader(self._out)
+            os.close(self._out)
+            self._out = -1
+        if self._mark_fd >= 0:
+            os.close(self._mark_fd)
+            self._mark_fd = -1
+
+
+def _anonymous_file() -> int:
+    import tempfile
+
+    fd, path = tempfile.mkstemp(prefix="croze-mark-")
+    os.unlink(path)
+    return fd
+
+
+def _import_path() -> list[str]:
+    """So that the worker finds croze where this process found it, and keeps the user's own PYTHONPATH."""
+    home = str(Path(__file__).resolve().parents[2])
+    return [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def _descendants(pid: int) -> list[int]:
+    """Every process below ``pid`` now. Linux only; elsewhere the process group must do."""
+    found, todo = [], [pid]
+    while todo:
+        folder = Path(f"/proc/{todo.pop()}/task")
+        try:
+            children = [int(c) for t in folder.iterdir() for c in (t / "children").read_text().split()]
+        except OSError:
+            continue
+        found += children
+        todo += children
+    return found
