@@ -261,10 +261,15 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def report(bench: str, started: Machine, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the machine and a table; numbers right, words left."""
+    """Print the machine and a table."""
     load = "/".join(f"{x:.1f}" for x in os.getloadavg())
     bf16 = "native bf16" if started.native_bf16 else "no native bf16"
     print(f"{bench}: {started.cpu}, {started.cores} cores, {bf16}, one thread, {started.when}, load {load}")
+    table(columns, rows)
+
+
+def table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Numbers right, words left."""
     cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
     print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))

@@ -14,7 +14,7 @@ import runpy
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ TRL = Venv(
 EXAMPLE = harness.ROOT / "examples" / "calc.py"
 PROMPTS, SIBLINGS, NEW_TOKENS = 4, 8, 12
 STILL = "1e-9"
-COLUMNS = ("side", "cpu_s/step", "peak_mib", "zero_var", "reward", "cpu_ratio", "memory_ratio")
+COLUMNS = ("side", "cpu_s/step", "peak_mib", "zero_var", "reward")
+RATIO_COLUMNS = ("side", "against", "cpu_ratio", "memory_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, dtype: str
             "engine.dtype": dtype,
             "loop.eval_tasks": 0,
         }
-        argv = [sys.executable, "-m", "croze.cli.main", "train", EXAMPLE, "--json"]
+        argv = [Path(sys.executable).with_name("croze"), "train", EXAMPLE, "--json"]
         measured = harness.run([*argv, *(f"{key}={value}" for key, value in words.items())])
         share = zero_variance_share(Path(folder) / "run")
     name = f"croze {dtype}, prompt {'shared' if share_prompt else 'not shared'}" + (
@@ -132,42 +133,55 @@ def zero_variance_share(run_dir: Path) -> float | None:
         return trace.query(f"SELECT avg(CAST(scores < 2 AS DOUBLE)) AS share FROM ({groups})")[0]["share"]
 
 
-def table(sides: list[Side]) -> list[dict[str, Any]]:
-    """Rows with croze's ratios to the first TRL row of each kind: the cheapest in CPU, that row's memory."""
-    peers = [side for side in sides if side.side.startswith("TRL")]
-    best = min(peers, key=lambda side: side.cpu_s) if peers else None
-    rows = []
-    for side in sides:
-        row: dict[str, Any] = {
+def table(sides: Sequence[Side]) -> list[dict[str, Any]]:
+    return [
+        {
             "side": side.side,
             "cpu_s/step": side.cpu_s,
             "peak_mib": side.peak_mib,
             "zero_var": side.zero_variance,
             "reward": side.reward,
         }
-        if best is not None and side not in peers:
-            row |= {"cpu_ratio": side.cpu_s / best.cpu_s, "memory_ratio": side.peak_mib / best.peak_mib}
-        rows.append(row)
-    return rows
+        for side in sides
+    ]
+
+
+def ratios(ours: Sequence[Side], peers: Sequence[Side]) -> list[dict[str, Any]]:
+    """Each of our rows over each of the peer's."""
+    return [
+        {
+            "side": our.side,
+            "against": peer.side,
+            "cpu_ratio": our.cpu_s / peer.cpu_s,
+            "memory_ratio": our.peak_mib / peer.peak_mib,
+        }
+        for our in ours
+        for peer in peers
+    ]
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps a side, the first of them warm-up")
-    parser.add_argument("--quick", action="store_true", help="TRL's best dtype only")
+    parser.add_argument("--all", action="store_true", help="TRL in bf16 and with gradient checkpointing too")
     args = parser.parse_args()
     started, model = harness.machine(), harness.smollm2()
-    sides = [trl_side(model, "fp32", args.steps, 32, False)]
-    if not args.quick:
-        sides.append(trl_side(model, "bf16", args.steps, 32, False))
-        sides.append(trl_side(model, "fp32", args.steps, 8, True))
-    sides += [
+    best = "bf16" if started.native_bf16 else "fp32"
+    peers = [trl_side(model, best, args.steps, microbatch, False) for microbatch in (32, 8)]
+    if args.all:
+        peers.append(trl_side(model, "fp32" if best == "bf16" else "bf16", args.steps, 32, False))
+        peers.append(trl_side(model, best, args.steps, 8, True))
+    ours = [
         croze_side(True, args.steps),
         croze_side(True, args.steps, skip=False),
         croze_side(False, args.steps),
+        croze_side(False, args.steps, skip=False),
     ]
-    harness.report("vs_trl", started, COLUMNS, table(sides))
-    harness.save(args.json, "vs_trl", started, {"sides": [asdict(side) for side in sides]})
+    compared = ratios(ours, peers)
+    harness.report("vs_trl", started, COLUMNS, table([*peers, *ours]))
+    harness.table(RATIO_COLUMNS, compared)
+    results = {"sides": [asdict(side) for side in [*peers, *ours]], "ratios": compared}
+    harness.save(args.json, "vs_trl", started, results)
 
 
 if __name__ == "__main__":

@@ -139,6 +139,7 @@ def save(model: LlamaForCausalLM, path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().bfloat16().contiguous() for name, p in model.named_parameters()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     config = CONFIG.to_diff_dict() | {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
     config.pop("transformers_version", None)
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import cpu_s, emit, gemm_gflops, random_prompts
-from croze_parts import DTYPES, engine_of, tensors_of, weights_of
+from croze_parts import DTYPES, declared, engine_of
 
 import croze
 from croze.inference.protocol import Engine, Request, SamplingParams
-from croze.types import WeightsId
 
 
 async def reply(engine: Engine, request: Request) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -43,13 +42,9 @@ def requests(args: argparse.Namespace, repeat: int) -> list[Request]:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    weights = weights_of(args.model, args.dtype)
-    engine, thread = engine_of(weights, args.groups * args.siblings)
-    first = WeightsId("checkpoint")
-    await engine.prepare(first, tensors_of(args.model))
-    await engine.commit(first)
-    limit = await thread.run(gemm_gflops, weights.recipe.dtype)
-    emit("ready", croze=croze.__version__, torch=torch.__version__, gemm=limit, exact=weights.recipe.exact)
+    engine, model = await engine_of(declared(args.model, args.dtype, args.groups * args.siblings))
+    limit, exact = await model.thread.run(gemm_gflops, model.recipe.dtype), model.recipe.exact
+    emit("ready", croze=croze.__version__, torch=torch.__version__, gemm=limit, exact=exact)
     for repeat in range(args.repeats + 1):  # the first warms up
         asked = requests(args, repeat)
         before = cpu_s()
@@ -60,7 +55,7 @@ async def measure(args: argparse.Namespace) -> None:
             gap = await largest_gap(engine, asked, replies)
             emit("repeat", tokens=args.groups * args.siblings * args.new, cpu_s=used, max_gap=gap)
     await engine.close()
-    thread.close()
+    model.thread.close()
 
 
 async def largest_gap(engine: Engine, asked: list[Request], replies: list) -> float:

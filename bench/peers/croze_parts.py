@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-import torch
-from safetensors import safe_open
-
-from croze.config import EngineOptions
-from croze.inference.core import EngineCore
+import croze as cz
 from croze.inference.torch_engine import TorchEngine
-from croze.models.architecture import read_architecture
-from croze.models.device import ComputeThread
-from croze.models.numerics import choose
-from croze.models.weights import ModelWeights
+from croze.loop import build
 
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def tensors_of(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a checkpoint, as published."""
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+def declared(model: Path, dtype: str, rows: int = 32) -> cz.Run:
+    """A run of ``model`` on one thread; its tasks and reward are never used."""
+    options = cz.EngineOptions(dtype=DTYPES[dtype], threads=1, max_rows=rows)
+    return cz.Run(model=str(model), tasks=[{"prompt": "unused"}], reward=unused, engine=options)
 
 
-def weights_of(model: Path, dtype: str) -> ModelWeights:
-    """Empty weights with the recipe this machine's self-check gives for ``dtype``."""
-    arch = read_architecture(model)
-    return ModelWeights(arch, choose(arch, DTYPES[dtype], "cpu", check=True))
+def unused(reply: str) -> float:
+    return float(len(reply))
 
 
-def engine_of(weights: ModelWeights, rows: int) -> tuple[TorchEngine, ComputeThread]:
-    """The built-in engine on one thread, with room for ``rows`` sequences."""
-    thread = ComputeThread(1)
-    return TorchEngine(EngineCore(weights, EngineOptions(threads=1, max_rows=rows)), thread), thread
+async def engine_of(run: cz.Run) -> tuple[TorchEngine, build.Model]:
+    """The built-in engine, serving the checkpoint's weights."""
+    model = build.build_model(run)
+    weights = build.read_weights(run, model)
+    engine = build.build_engine(run, model, weights)
+    await engine.prepare(weights.weights_id, ())
+    await engine.commit(weights.weights_id)
+    return engine, model

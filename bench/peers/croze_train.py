@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import common
 import numpy as np
 import torch
 from common import cpu_s, emit, gemm_gflops
-from croze_parts import DTYPES, tensors_of, weights_of
+from croze_parts import DTYPES, declared
 
 import croze
-from croze.config import Algo, Optim, Sampling
+from croze.loop.build import build_model, build_trainer
 from croze.train.algorithms import build
 from croze.train.trainer import TorchTrainer
 from croze.types import Batch, Sample
@@ -44,18 +45,21 @@ def main() -> None:
     for name, value in (("samples", 4), ("tokens", 128), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    weights = weights_of(args.model, args.dtype)
-    tensors = tensors_of(args.model)
-    algorithm, optim = build(Algo(), Sampling()), Optim(lr=1e-6)
-    trainer = TorchTrainer(weights, tensors, algorithm, optim, steps=args.steps + 1, published=torch.bfloat16)
-    limits = {name: gemm_gflops(getattr(torch, DTYPES[name])) for name in DTYPES}
+    run = declared(args.model, args.dtype)
+    model = build_model(run)
+    trainer = build_trainer(run, model, build(run.algo, run.sampling))
+    model.thread.run_now(measure, args, trainer)
+    model.thread.close()
+
+
+def measure(args: argparse.Namespace, trainer: TorchTrainer) -> None:
+    limits = {name: gemm_gflops(dtype) for name, dtype in common.DTYPES.items()}
     emit(
         "ready",
         croze=croze.__version__,
         torch=torch.__version__,
         gemm=limits,
-        parameters=weights.arch.parameters,
+        parameters=trainer.weights.arch.parameters,
     )
     for step in range(args.steps + 1):  # the first warms up
         work = batch(step, args.samples, args.tokens)
@@ -67,7 +71,7 @@ def main() -> None:
         assert stats.tokens_computed == stats.tokens_trained == args.samples * args.tokens
         if step:
             emit("step", tokens=stats.tokens_trained, cpu_s=used, without_optimizer=middle - before)
-    limits = {name: max(rate, gemm_gflops(getattr(torch, DTYPES[name]))) for name, rate in limits.items()}
+    limits = {name: max(limits[name], gemm_gflops(dtype)) for name, dtype in common.DTYPES.items()}
     emit("limits", gemm=limits)
 
 

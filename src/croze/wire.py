@@ -58,22 +58,23 @@ def _to_extension(value: Any) -> Any:
 
 def _from_extension(code: int, data: memoryview) -> np.ndarray:
     if code != _ARRAY:
-        raise ValueError(f"unknown extension {code}")
+        raise msgspec.ValidationError(f"unknown extension {code}")
     name, shape, raw = msgspec.msgpack.decode(data, type=tuple[str, tuple[int, ...], bytes])
     try:
         dtype = np.dtype(name)
-    except TypeError as error:
-        raise ValueError(f"dtype {name!r}") from error
-    if dtype.kind not in _KINDS or dtype.fields or any(n < 0 for n in shape):
-        raise ValueError(f"an array of dtype {name!r} and shape {shape}")
-    array = np.empty(shape, dtype) if dtype.itemsize == 0 or not raw else np.frombuffer(raw, dtype)
-    return array.reshape(shape).copy()
+        if dtype.kind not in _KINDS or dtype.fields or any(n < 0 for n in shape):
+            raise ValueError(f"dtype {name!r}, shape {shape}")
+        if not raw:
+            return np.zeros(shape, dtype) if 0 in shape else np.frombuffer(raw, dtype).reshape(shape)
+        return np.frombuffer(raw, dtype).reshape(shape).copy()
+    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
+        raise msgspec.ValidationError(f"not an array: {error}") from error
 
 
 def _convert(kind: type, value: Any) -> Any:
     if kind is np.ndarray and isinstance(value, np.ndarray):
         return value
-    raise ValueError(f"expected {kind.__name__}")
+    raise msgspec.ValidationError(f"expected {kind.__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_extension)

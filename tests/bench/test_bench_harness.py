@@ -156,6 +156,6 @@ def test_steps_are_medians_between_lines():
     side = vs_trl.summary("TRL", measured, {}, 0.25)
     assert (side.cpu_s, side.wall_s, side.reward) == (2, 4, 0.5)
     ours = vs_trl.summary("croze", measured, {}, 0.25)
-    assert vs_trl.table([side, ours])[1]["cpu_ratio"] == 1.0
+    assert vs_trl.ratios([ours], [side])[0]["cpu_ratio"] == 1.0
     with pytest.raises(harness.BenchError, match="at least 2"):
         vs_trl.summary("TRL", harness.Measured(lines=lines[:1], cpu_s=1, wall_s=1, peak_rss_mib=1), {}, 0)

@@ -11,7 +11,7 @@ from types import GeneratorType
 from typing import Any, cast
 
 from croze.config import suggest
-from croze.env.feeds import CallFeed, TableFeed
+from croze.env.feeds import CallFeed, Feed, TableFeed
 from croze.env.row import BadRow, content, kind, template_columns, to_task
 from croze.env.rows import HubRows, JsonlRows, ListRows, ParquetRows
 from croze.errors import TasksError
@@ -29,7 +29,7 @@ class TaskSource:
     number is the row's place in a finite source, else the place in that epoch.
     """
 
-    _feed: TableFeed | CallFeed
+    _feed: Feed
     _template: str | None = None
 
     def first(self) -> Task:
@@ -136,7 +136,7 @@ def as_tasks(source: Any) -> TaskSource:
     return source if isinstance(source, TaskSource) else tasks(source)
 
 
-def _feed(source: Any, split: str) -> TableFeed | CallFeed:
+def _feed(source: Any, split: str) -> Feed:
     if isinstance(source, str) and source.startswith("hf:"):
         return TableFeed(HubRows(source.removeprefix("hf:"), split))
     if isinstance(source, str | os.PathLike):

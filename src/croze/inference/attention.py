@@ -26,13 +26,15 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A chunk of ``count`` tokens from ``start``: of prompt ``prompt`` (slot None), or of slot ``slot``'s suffix."""
+    """A chunk of ``count`` tokens from ``start``: of prompt ``prompt`` (slot None), or of slot ``slot``'s suffix.
+    ``donor``: a prompt whose first ``start`` tokens are the same and computed; their KV is copied."""
 
     prompt: int
     prompt_len: int
     slot: int | None
     start: int
     count: int
+    donor: int | None = None
 
 
 class StepAttention:
@@ -106,7 +108,7 @@ class StepAttention:
 
     def _decode(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         arch, recipe, cache = self.arch, self.recipe, self.cache
-        kv, rep, d, n = arch.kv_heads, arch.siblings_per_kv_head, arch.head_dim, q.shape[0]
+        kv, rep, d, n = arch.kv_heads, arch.queries_per_kv_head, arch.head_dim, q.shape[0]
         own_k, own_v = cache.suffix_k[layer], cache.suffix_v[layer]
         own_k.view(-1, d).index_copy_(0, self._write, k.reshape(n * kv, d))
         own_v.view(-1, d).index_copy_(0, self._write, v.reshape(n * kv, d))
@@ -137,7 +139,7 @@ class StepAttention:
 
     def _from_groups(self, x: torch.Tensor) -> torch.Tensor:
         """[groups * kv, widest * rep, X] -> [n, kv, rep, X]."""
-        kv, rep, last = self.arch.kv_heads, self.arch.siblings_per_kv_head, x.shape[-1]
+        kv, rep, last = self.arch.kv_heads, self.arch.queries_per_kv_head, x.shape[-1]
         x = x.view(self._groups, kv, self._widest, rep, last).transpose(1, 2)
         x = x.reshape(self._groups * self._widest, kv, rep, last)
         return x if self._scatter is None else x[self._scatter]
@@ -146,6 +148,9 @@ class StepAttention:
         self, layer: int, s: Segment, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         keys, values = self.cache.prompt_k[layer][s.prompt], self.cache.prompt_v[layer][s.prompt]
+        if s.donor is not None:
+            keys[:, : s.start] = self.cache.prompt_k[layer][s.donor, :, : s.start]
+            values[:, : s.start] = self.cache.prompt_v[layer][s.donor, :, : s.start]
         keys[:, s.start : s.start + s.count] = k.transpose(0, 1)
         values[:, s.start : s.start + s.count] = v.transpose(0, 1)
         total = self.recipe.pad(s.start + s.count)

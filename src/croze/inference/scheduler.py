@@ -12,6 +12,17 @@ from croze.inference.cache import KVCache
 from croze.inference.protocol import Request
 from croze.types import Finish
 
+LEAST_COMMON = 16
+"""Tokens two prompts must begin with alike for the KV of one to be copied to the other."""
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """Tokens that both begin with, at least one of ``other`` left to be computed."""
+    most = min(len(one), len(other) - 1)
+    if one[:most] == other[:most]:
+        return most
+    return next(i for i in range(most) if one[i] != other[i])
+
 
 @dataclass(slots=True, eq=False)
 class Prompt:
@@ -194,19 +205,37 @@ class Scheduler:
         return step
 
     def _prompt_chunk(self, step: Step, prompt: Prompt, budget: int, siblings: list[Sequence]) -> int:
-        start, count = prompt.computed, min(budget, len(prompt.ids) - prompt.computed)
+        donor = self._donor(prompt) if prompt.computed == 0 else None
+        start = prompt.computed if donor is None else common_prefix(donor.ids, prompt.ids)
+        count = min(budget, len(prompt.ids) - start)
         step.segments.append(
-            Segment(prompt=prompt.row, prompt_len=len(prompt.ids), slot=None, start=start, count=count)
+            Segment(
+                prompt=prompt.row,
+                prompt_len=len(prompt.ids),
+                slot=None,
+                start=start,
+                count=count,
+                donor=None if donor is None else donor.row,
+            )
         )
         step.ids += prompt.ids[start : start + count]
         step.positions += range(start, start + count)
-        prompt.computed += count
+        prompt.computed = start + count
         if prompt.ready:
             takers = [s for s in siblings if s.first == 0]
             if takers:
                 step.rows.append(len(step.ids) - 1)
                 step.takers.append(takers)
         return count
+
+    def _donor(self, prompt: Prompt) -> Prompt | None:
+        """The prompt in memory, or computed earlier in this step, that begins most like this one."""
+        best, most = None, LEAST_COMMON - 1
+        for other in self.prompts:
+            common = common_prefix(other.ids, prompt.ids)
+            if most < common <= other.computed:
+                best, most = other, common
+        return best
 
     def _suffix_chunk(self, step: Step, s: Sequence, budget: int) -> int:
         start, count = s.computed, min(budget, s.pending)

@@ -11,6 +11,10 @@ import msgspec
 from croze.errors import ModelError, ModelUnsupported
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
+CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+"""What a config.json that names no max_position_embeddings means, in tokens."""
+QWEN3_HEAD_DIM = 128
+"""Likewise head_dim; the other families divide hidden_size by the heads."""
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +46,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
 
     @property
-    def siblings_per_kv_head(self) -> int:
+    def queries_per_kv_head(self) -> int:
         return self.heads // self.kv_heads
 
     @property
@@ -76,44 +80,69 @@ def read_architecture(path: Path) -> Architecture:
 
 def from_config(config: dict[str, Any], where: str = "config.json") -> Architecture:
     """Read the fields; whatever would change the forward pass and is not known is an error, never ignored."""
-    family = config.get("model_type", "?")
+    family = config.get("model_type", "?") if isinstance(config, dict) else "?"
     if family not in SUPPORTED:
         raise ModelUnsupported(
             f"architecture {family!r} is not one the built-in engine runs ({', '.join(SUPPORTED)})",
             where=where,
             fix="choose a Llama, Qwen2 or Qwen3 model",
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelUnsupported(f"activation {config['hidden_act']!r} is not supported (silu is)", where=where)
-    if config.get("mlp_bias") or (family != "qwen2" and config.get("attention_bias")):
-        raise ModelUnsupported("biases in these linear layers are not supported", where=where)
     try:
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        architecture = Architecture(
-            family=family,
-            vocab=int(config["vocab_size"]),
-            hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
-            intermediate=int(config["intermediate_size"]),
-            context=int(config.get("max_position_embeddings", 2048)),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope=_rope(config, where),
-            tied=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-        )
+        architecture = _sizes(config, family, where)
+        _refuse_variants(config, architecture, where)
     except KeyError as missing:
         raise ModelError(f"config.json has no {missing.args[0]!r}", where=where) from None
-    if config.get("use_sliding_window") and int(config.get("sliding_window") or 0) < architecture.context:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"config.json has a field that is no number: {error}", where=where) from None
+    for field in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "context"):
+        if getattr(architecture, field) < 1:
+            raise ModelError(f"config.json makes {field} {getattr(architecture, field)}", where=where)
+    if architecture.heads % architecture.kv_heads:
+        raise ModelError("num_attention_heads is not a multiple of num_key_value_heads", where=where)
+    if architecture.head_dim % 2:
+        raise ModelError(
+            f"head_dim is {architecture.head_dim}; rotary embedding needs an even one", where=where
+        )
+    return architecture
+
+
+def _sizes(config: dict[str, Any], family: str, where: str) -> Architecture:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_dim = config.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
+    return Architecture(
+        family=family,
+        vocab=int(config["vocab_size"]),
+        hidden=hidden,
+        layers=int(config["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(head_dim),
+        intermediate=int(config["intermediate_size"]),
+        context=int(config.get("max_position_embeddings", CONTEXT[family])),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config, where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+    )
+
+
+def _refuse_variants(config: dict[str, Any], arch: Architecture, where: str) -> None:
+    """Fields that change the forward pass in ways the built-in engine does not compute."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelUnsupported(f"activation {config['hidden_act']!r} is not supported (silu is)", where=where)
+    if config.get("mlp_bias") or (arch.family != "qwen2" and config.get("attention_bias")):
+        raise ModelUnsupported("biases in these linear layers are not supported", where=where)
+    if config.get("quantization_config"):
+        raise ModelUnsupported(
+            "quantised weights are not supported", where=where, fix="use the unquantised model"
+        )
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    if kinds or (window is not None and int(window) < arch.context):
         raise ModelUnsupported(
             "sliding-window attention is not supported", where=where, fix="set use_sliding_window to false"
         )
-    if architecture.heads % architecture.kv_heads:
-        raise ModelError("num_attention_heads is not a multiple of num_key_value_heads", where=where)
-    return architecture
 
 
 def _rope(config: dict[str, Any], where: str) -> Rope:
@@ -121,6 +150,8 @@ def _rope(config: dict[str, Any], where: str) -> Rope:
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelUnsupported("rotating only a part of each head is not supported", where=where)
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":

@@ -42,12 +42,11 @@ class Linear:
     def __init__(
         self, weight: torch.Tensor, recipe: Recipe, bias: torch.Tensor | None = None, key: str = ""
     ) -> None:
-        weight = weight.to(device=recipe.device, dtype=recipe.dtype)
         self.key, self.adapter = key, None
         self.out, self.packed, self.rows = weight.shape[0], recipe.packed, recipe.linear_rows
-        self.weight = (
-            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1) if self.packed else weight
-        )
+        # packing copies; without it a copy keeps later changes of ``weight`` out
+        weight = weight.to(device=recipe.device, dtype=recipe.dtype, copy=not self.packed).contiguous()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
         self.bias = None if bias is None else bias.to(device=recipe.device, dtype=recipe.dtype)
 
     adapter: Adapter | None

@@ -7,11 +7,13 @@ canonical names only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from croze.errors import ModelError
 from croze.models.architecture import Architecture
@@ -20,13 +22,17 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """Where a canonical tensor lies: rows ``[start, stop)`` of the fused tensor ``key``."""
 
-    __slots__ = ("key", "shape", "start", "stop")
+    key: str
+    start: int
+    shape: tuple[int, ...]
 
-    def __init__(self, key: str, start: int, shape: tuple[int, ...]) -> None:
-        self.key, self.start, self.stop, self.shape = key, start, start + shape[0], shape
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape[0]
 
 
 class Layout:
@@ -70,7 +76,7 @@ class Layout:
     def _add(self, key: str, parts: list[tuple[str, tuple[int, ...]]]) -> None:
         start = 0
         for name, shape in parts:
-            self.slots[name] = Slot(key, start, shape)
+            self.slots[name] = Slot(key=key, start=start, shape=shape)
             start += shape[0]
         self.shapes[key] = (start, *parts[0][1][1:])
 
@@ -86,45 +92,90 @@ class Layout:
         for name in self.slots:
             yield name, self.view(fused, name)
 
+    def slot(self, name: str, tensor: torch.Tensor, where: str) -> Slot | None:
+        """Where ``tensor`` belongs; None for what is derived from others. Unknown or misshapen: ModelError."""
+        slot = self.slots.get(name)
+        if slot is None:
+            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                return None
+            raise ModelError(f"unexpected tensor {name!r}", where=where, fix="is config.json of this model?")
+        if tuple(tensor.shape) != slot.shape:
+            raise ModelError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json says {slot.shape}", where=where
+            )
+        return slot
+
+    def checked(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], where: str = "model"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The canonical tensors among ``tensors``; raises ModelError for a wrong one, and at the end for
+        missing ones and for a head that is tied by config.json but differs from the embeddings."""
+        missing, twin = set(self.slots), None
+        embedding = None
+        for name, tensor in tensors:
+            if self.slot(name, tensor, where) is None:
+                twin = tensor if name == "lm_head.weight" else twin
+                continue
+            if not tensor.is_floating_point():
+                raise ModelError(f"tensor {name!r} is {tensor.dtype}, not floating point", where=where)
+            if name == "model.embed_tokens.weight":
+                embedding = tensor
+            missing.discard(name)
+            yield name, tensor
+        if missing:
+            raise ModelError(
+                f"{len(missing)} tensors are missing, e.g. {min(missing)!r}",
+                where=where,
+                fix="is a shard missing?",
+            )
+        if twin is not None and embedding is not None and not torch.equal(twin, embedding):
+            raise ModelError(
+                "tensor 'lm_head.weight' differs from the embeddings that config.json ties it to",
+                where=where,
+                fix="set tie_word_embeddings to false in config.json",
+            )
+
     def fill(
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         fused: dict[str, torch.Tensor],
         where: str = "model",
     ) -> dict[str, torch.Tensor]:
-        """Copy canonical tensors into fused buffers; missing, unknown and misshapen ones are errors."""
-        missing = set(self.slots)
-        for name, tensor in tensors:
-            slot = self.slots.get(name)
-            if slot is None:
-                if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                    continue  # a tied head stored twice; recomputed tables
-                raise ModelError(
-                    f"unexpected tensor {name!r}", where=where, fix="is config.json of this model?"
-                )
-            if tuple(tensor.shape) != slot.shape:
-                raise ModelError(
-                    f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json says {slot.shape}",
-                    where=where,
-                )
+        """Copy canonical tensors into fused buffers; what ``checked`` refuses is refused."""
+        for name, tensor in self.checked(tensors, where):
             self.view(fused, name).copy_(tensor)
-            missing.discard(name)
-        if missing:
-            first = sorted(missing)[0]
-            raise ModelError(
-                f"{len(missing)} tensors are missing, e.g. {first!r}", where=where, fix="is a shard missing?"
-            )
         return fused
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the directory's safetensors files, one at a time (memory-mapped)."""
+    """Every tensor of a directory's safetensors weights, one at a time (memory-mapped).
+
+    The files: those that model.safetensors.index.json names, else model.safetensors, else all *.safetensors.
+    """
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, shard.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(
+                f"{file.name} is no whole safetensors file: {error}", where=str(file), fix="fetch it again"
+            ) from None
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+        lost = [file.name for file in files if not file.exists()]
+        if lost:
+            raise ModelError(f"{', '.join(lost)} is missing", where=str(path), fix="fetch the model again")
+        return files
+    if (path / "model.safetensors").exists():
+        return [path / "model.safetensors"]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(
             "no *.safetensors file", where=str(path), fix="give a directory with safetensors weights"
         )
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, shard.get_tensor(name)
+    return files

@@ -14,6 +14,9 @@ from croze.models.layout import Layout
 from croze.models.numerics import Recipe
 from croze.types import WeightsId
 
+WHERE = "weights update"
+"""Where errors of an update happened."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
@@ -70,35 +73,45 @@ class ModelWeights:
     def update(self, weights_id: WeightsId, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Take canonical tensors (any order, published dtype); adapter tensors under their peft names.
 
-        Where an adapter is configured, base tensors may be left out of an update after the first.
+        Where an adapter is configured, base tensors may be left out of an update after the first. Tensors
+        are copied. Missing, unknown and misshapen ones raise ModelError.
         """
         first, self.weights_id = self.weights_id == "", WeightsId("")
+        missing = set(self.layout.slots) if first or self.lora is None else set()
         partial: dict[str, dict[str, torch.Tensor]] = {}
         adapters: dict[str, torch.Tensor] = {}
-        done: set[str] = set()
+        biases: dict[str, torch.Tensor] = {}
         for name, tensor in tensors:
-            if ".lora_" in name:
+            if self.lora is not None and ".lora_" in name:
                 adapters[name] = tensor
                 continue
-            slot = self.layout.slots.get(name)
+            slot = self.layout.slot(name, tensor, WHERE)
             if slot is None:
-                if name == "lm_head.weight":
-                    continue
-                raise ModelError(f"unexpected tensor {name!r}", where="weights update")
+                continue
+            missing.discard(name)
             parts = partial.setdefault(slot.key, {})
             parts[name] = tensor
             if sum(p.shape[0] for p in parts.values()) == self.layout.shapes[slot.key][0]:
                 ordered = sorted(partial.pop(slot.key), key=lambda n: self.layout.slots[n].start)
-                self._place(slot.key, torch.cat([parts[n] for n in ordered]) if len(ordered) > 1 else tensor)
-                done.add(slot.key)
-        if (first or self.lora is None) and done != set(self.layout.shapes):
-            missing = sorted(set(self.layout.shapes) - done)
+                fused = torch.cat([parts[n] for n in ordered]) if len(ordered) > 1 else tensor
+                if slot.key.endswith("bias"):
+                    biases[slot.key] = fused
+                else:
+                    self._place(slot.key, fused)
+        missing |= {name for parts in partial.values() for name in parts}
+        if missing:
             raise ModelError(
-                f"{len(missing)} tensors are missing, e.g. {missing[0]!r}", where="weights update"
+                f"{len(missing)} tensors are missing or without their neighbours, e.g. {min(missing)!r}",
+                where=WHERE,
             )
+        for key, bias in biases.items():  # last: a bias may come before its layer's weight
+            self._layer(key).qkv.bias = bias.to(device=self.recipe.device, dtype=self.recipe.dtype, copy=True)
         if self.lora is not None:
             self._place_adapters(self.lora, adapters)
         self.weights_id = weights_id
+
+    def _layer(self, key: str) -> Layer:
+        return self.layers[int(key.removeprefix("model.layers.").split(".", 1)[0])]
 
     def _place(self, key: str, tensor: torch.Tensor) -> None:
         recipe = self.recipe
@@ -109,18 +122,13 @@ class ModelWeights:
         elif key == "model.norm.weight":
             self.norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype).clone())
         elif key.startswith("model.layers."):
-            index, name = key.removeprefix("model.layers.").split(".", 1)
-            layer = self.layers[int(index)]
-            if name.endswith("bias"):
-                bias = tensor.to(device=recipe.device, dtype=recipe.dtype).clone()
-                layer.qkv.bias = bias
-            elif name in _NORMS:
+            name, layer = key.removeprefix("model.layers.").split(".", 1)[1], self._layer(key)
+            if name in _NORMS:
                 norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype).clone())
                 setattr(layer, _NORMS[name], norm)
             else:
-                old = getattr(layer, _LINEARS[name], None)
-                linear = Linear(tensor, recipe, bias=None if old is None else old.bias, key=key)
-                setattr(layer, _LINEARS[name], linear)
+                old: Linear | None = getattr(layer, _LINEARS[name], None)
+                setattr(layer, _LINEARS[name], Linear(tensor, recipe, old.bias if old else None, key=key))
 
     def _place_adapters(self, spec: LoraSpec, tensors: dict[str, torch.Tensor]) -> None:
         for layer_index, module, parts in adapter_sites(self.layout, spec):
@@ -130,9 +138,7 @@ class ModelWeights:
                 a = torch.cat([tensors[p.a] for p in targeted])
                 b = [Linear(tensors[p.b], self.recipe, key=p.b) if p.targeted else None for p in parts]
             except KeyError as missing:
-                raise ModelError(
-                    f"adapter tensor {missing.args[0]!r} is missing", where="weights update"
-                ) from None
+                raise ModelError(f"adapter tensor {missing.args[0]!r} is missing", where=WHERE) from None
             linear.adapter = Adapter(
                 Linear(a, self.recipe, key=fused_a(linear.key)),
                 b,

@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from croze.errors import RewardFault
+from croze.errors import RewardFault, SandboxFault
 from croze.sandbox.protocol import ExecResult, Sandbox
 
 _ROUNDS = 64
@@ -148,6 +148,8 @@ class _Grading:
         ended = await self._code.exec_python(
             _script("inside_model.py"), stdin=json.dumps(asked).encode(), **self._limits
         )
+        if ended.fault == "unknown":
+            raise SandboxFault("the host was too busy to run the code under test", where="code grader")
         lines = await self._told()
         first, self._results = (lines[0] if lines else None), lines[1 : len(self._log) + 1]
         if first is None or "e" in first:

@@ -170,12 +170,13 @@ class Verdict:
 
 
 def statements(tree, names, verdict):
-    """Top-level asserts and calls are checks; all else prepares them, and fails them all if it fails."""
+    """Top-level asserts and calls of the tests' own functions are checks. All else prepares them, and ends
+    the tests if it fails."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module in ASKED["modules"] and node.names[0].name == "*":
             continue
         code = compile(ast.Module([node], []), "tests", "exec")
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        if isinstance(node, ast.Assert) or calls_own(node, names):
             verdict.check(ast.unparse(node)[:200], lambda code=code: exec(code, names))
             continue
         try:
@@ -186,6 +187,14 @@ def statements(tree, names, verdict):
             verdict.pending = bool(ANSWERS.needs)
             verdict.fail(ast.unparse(node)[:200], ASKED["dead"] or f"{type(error).__name__}: {error}")
             return
+
+
+def calls_own(node, names):
+    """Whether a statement calls something that the tests define, like ``check(candidate)``."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    called = node.value.func
+    return isinstance(called, ast.Name) and isinstance(names.get(called.id), types.FunctionType)
 
 
 def functions(names, verdict):

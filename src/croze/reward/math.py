@@ -50,7 +50,9 @@ def math_equal(reply: str, gold: str) -> bool:
         return False
     limit = _TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
     try:
-        wanted, given = _parsed(gold, limit), _parse(answer, limit)
+        plain = boxed(gold) is None and "$" not in gold
+        wanted = _parsed(f"\\boxed{{{gold}}}" if plain else gold, limit)
+        given = _parse(answer, limit)
         return bool(_library().verify(list(wanted), given, timeout_seconds=limit))
     except Exception:  # sympy and its parsers raise anything at all on what a model may write
         return False

@@ -41,37 +41,35 @@ class WorkerProcess:
     async def start(self, setup: Setup) -> None:
         """Raises DeclarationError or RewardFault with what the worker said."""
         ours, theirs = socket.socketpair()
-        out_read, out_write = os.pipe()
+        out_write = -1
         try:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "croze.reward.worker",
-                    str(theirs.fileno()),
-                    str(self._mark_fd),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=out_write,
-                stderr=out_write,
-                pass_fds=(theirs.fileno(), self._mark_fd),
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
-            )
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._out, out_write = os.pipe()
+            self._process = self._spawn(theirs.fileno(), out_write)
         finally:
             theirs.close()
-            os.close(out_write)
-        self._out = out_read
-        os.set_blocking(out_read, False)
-        asyncio.get_running_loop().add_reader(out_read, self._printed)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            if out_write >= 0:
+                os.close(out_write)
+        os.set_blocking(self._out, False)
+        asyncio.get_running_loop().add_reader(self._out, self._printed)
         try:
             self.send(setup)
             await self._welcome()
         except BaseException:
             await self.kill()
             raise
+
+    def _spawn(self, control: int, output: int) -> subprocess.Popen[bytes]:
+        numbers = map(str, (control, self._mark_fd, os.getpid()))
+        return subprocess.Popen(
+            [sys.executable, "-m", "croze.reward.worker", *numbers],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(control, self._mark_fd),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+        )
 
     async def _welcome(self) -> None:
         try:

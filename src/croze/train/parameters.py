@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from croze.models.layout import Layout
+from croze.models.layout import Layout, Slot
 from croze.models.weights import LoraSpec, adapter_sites, fused_a
 
 
@@ -34,6 +34,9 @@ class Parameters:
         self.base = {} if lora is None else base
         self.masters = base if lora is None else dict(_fresh_adapters(layout, lora, device, seed))
         self.grads: dict[str, torch.Tensor] = {}
+        self._slots: dict[str, list[tuple[str, Slot]]] = {}
+        for name, slot in layout.slots.items():
+            self._slots.setdefault(slot.key, []).append((name, slot))
 
     def plain(self, key: str) -> torch.Tensor:
         """The weight a forward pass used, in the compute dtype."""
@@ -59,15 +62,15 @@ class Parameters:
             grad.add_(left @ right)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What training changes, in the published dtype: canonical names, or peft's for an adapter."""
+        """What training changes, copied, in the published dtype: canonical names, or peft's for an adapter."""
         if self.lora is None:
             for key in self.layout.shapes:
-                fused = self.masters[key].to(self.published)
-                for name, slot in self._of(key):
+                fused = self.masters[key].to(self.published, copy=True)
+                for name, slot in self._slots[key]:
                     yield name, fused[slot.start : slot.stop]
         else:
             for name, tensor in self.canonical(self.masters):
-                yield name, tensor.to(self.published)
+                yield name, tensor.to(self.published, copy=True)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Base tensors that training does not change, in the published dtype."""
@@ -86,13 +89,6 @@ class Parameters:
                 if part.b in fused:
                     yield part.b, fused[part.b]
                 at += self.lora.rank
-
-    def _of(self, key: str):
-        if not hasattr(self, "_slots"):
-            self._slots: dict[str, list] = {}
-            for name, slot in self.layout.slots.items():
-                self._slots.setdefault(slot.key, []).append((name, slot))
-        return self._slots[key]
 
 
 def _linear_key(layer: int, module: str) -> str:
