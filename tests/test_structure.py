@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "croze"
 SCRIPTS = ("examples/*.py", "scripts/*.py", "bench/*.py")
 MAX_LINES, MAX_FUNCTION, GOOD_FUNCTION = 400, 100, 60
 
-LOW = {"types", "config", "errors", "clock", "trace", "wire", "run"}
+LOW = {"types", "config", "errors", "clock", "trace", "wire", "run", "_verb"}
 SIBLINGS = {"env", "reward", "sandbox", "inference", "train", "sync"}
 MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(LOW, LOW),
@@ -32,6 +32,7 @@ MAY_IMPORT["launch"] = MAY_IMPORT["loop"] | {"loop"}
 MAY_IMPORT["plan"] = MAY_IMPORT["launch"] | {"launch"}
 MAY_IMPORT["report"] = MAY_IMPORT["plan"] | {"plan"}
 MAY_IMPORT["cli"] = MAY_IMPORT["report"] | {"report"}
+MAY_IMPORT["__main__"] = {"cli"}
 HEAVY = ("torch", "transformers", "ray", "rich", "pyarrow", "duckdb", "scipy")
 STANDARD_FOLDERS = {
     Path(p) for p in ("/", "/tmp", "/home", "/opt", "/usr", "/src", "/app", "/srv", "/mnt", "/build")

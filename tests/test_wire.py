@@ -15,6 +15,9 @@ from croze import wire
 from croze.errors import DeclarationError
 from croze.types import Outcome, Rollout, Task, Turn, WeightsId, WeightsSpan
 
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
+
 ARRAYS = npst.arrays(
     dtype=st.one_of(
         npst.boolean_dtypes(),

@@ -40,7 +40,7 @@ _HOMES = {
     ),
     "croze.env.tasks": ("TaskSource", "tasks"),
     "croze.errors": ("CrozeError",),
-    "croze.loop.verbs": ("evaluate", "train"),
+    "croze.loop.verbs": ("evaluate",),
     "croze.run": ("Run",),
     "croze.sandbox.protocol": ("ExecResult", "Sandbox"),
     "croze.types": ("Outcome", "Rollout", "Task"),
@@ -74,6 +74,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":  # the package, which can be called
+        return importlib.import_module("croze.train")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'croze' has no attribute {name!r}")

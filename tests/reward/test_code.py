@@ -5,7 +5,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from croze.errors import RewardFault
@@ -206,6 +206,9 @@ def test_dying_is_not_the_error_that_a_test_expects(code):
 def test_hidden_tests_are_nowhere_near_the_code():
     spy = """
 import os, sys, gc
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 def add(a, b):
     seen = []
     for top, folders, names in os.walk('/box'):

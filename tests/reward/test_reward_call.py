@@ -5,13 +5,16 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import rollout
 
 from croze.errors import DeclarationError, RewardFault
 from croze.reward import call
 from croze.types import Outcome
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 
 def spec_of(source: str):

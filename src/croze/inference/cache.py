@@ -41,14 +41,17 @@ class KVCache:
             setattr(self, name, [empty] * self.arch.layers)
 
     def fits(self, prompts: int, prompt_len: int, slots: int, suffix_len: int) -> bool:
-        """Whether pools of at least this size stay within the cap (both only grow until cleared)."""
-        grown = self._bytes(
-            max(prompts, self.prompts),
-            max(self.recipe.pad(prompt_len), self.prompt_len),
-            max(slots, self.slots),
-            max(self.recipe.pad(suffix_len), self.suffix_len),
-        )
-        return grown <= self.limit_bytes
+        """Whether pools of at least this size, and the move there, stay within the cap (both only grow until
+        cleared; a layer's old tensor exists until its content is in the new one)."""
+        new_prompts = (max(prompts, self.prompts), max(self.recipe.pad(prompt_len), self.prompt_len))
+        new_slots = (max(slots, self.slots), max(self.recipe.pad(suffix_len), self.suffix_len))
+        moved = 0
+        if new_prompts != (self.prompts, self.prompt_len):
+            moved = self.prompts * self.prompt_len
+        if new_slots != (self.slots, self.suffix_len):
+            moved = max(moved, self.slots * self.suffix_len)
+        old_layer = moved * self.token_bytes // (2 * self.arch.layers)
+        return self._bytes(*new_prompts, *new_slots) + old_layer <= self.limit_bytes
 
     def smallest(self, prompt_len: int, slots: int, suffix_len: int) -> int:
         """Bytes that one group alone would need."""

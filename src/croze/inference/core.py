@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from croze.config import EngineOptions
-from croze.errors import EngineFault
+from croze.errors import EngineFault, UsageError
 from croze.inference.attention import StepAttention
 from croze.inference.cache import KVCache
 from croze.inference.protocol import Chunk, EngineStats, Request
+from croze.inference.request import check_request, check_tokens
 from croze.inference.sampler import sample
 from croze.inference.scheduler import Scheduler, Sequence, Step
 from croze.models.protocol import Tokenizer
@@ -21,8 +23,9 @@ from croze.models.weights import ModelWeights
 from croze.types import Sample, WeightsId
 
 STOP_TAIL = 12
-"""Tokens decoded, beyond a stop string's own characters, to look for it."""
+"""Tokens decoded, beyond one for each of a stop string's bytes, to look for it."""
 SCORE_ROWS = 64
+"""Rows of logits computed at a time when scoring."""
 
 
 class EngineCore:
@@ -39,8 +42,10 @@ class EngineCore:
         self.prompt_tokens = self.generated_tokens = self.forwards = 0
 
     def submit(self, request: Request) -> None:
+        """Queue a request; one that can never run raises UsageError here and disturbs nobody."""
+        check_request(request, self.weights.arch.vocab)
         if request.params.stop and self.tokenizer is None:
-            raise EngineFault("stop strings need a tokenizer", where=f"request {request.id}")
+            raise UsageError("stop strings need a tokenizer", where=f"request {request.id}")
         self.scheduler.submit(request)
 
     @property
@@ -54,24 +59,27 @@ class EngineCore:
             self.weights.update(weights_id, tensors)
         if self.weights.weights_id != weights_id:
             raise EngineFault(f"weights {weights_id[:12]} were not prepared", where="engine commit")
+        self.scheduler.weights_changed()
         self.weights_id = weights_id
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One token for everyone who can have one."""
-        if not self.weights_id or self.weights.weights_id != self.weights_id:
-            raise EngineFault(
-                "the weights in memory are not the committed ones",
-                where="engine",
-                fix="publish and commit again",
-            )
-        self._drop_aborted()
+        self._check_weights()
         self.scheduler.admit()
         step = self.scheduler.plan()
         if step is not None:
             logits_BV = self._forward(step)
             self._hand_out(step, logits_BV)
         return self._collect()
+
+    def _check_weights(self) -> None:
+        if not self.weights_id or self.weights.weights_id != self.weights_id:
+            raise EngineFault(
+                "the weights in memory are not the committed ones",
+                where="engine",
+                fix="publish and commit again",
+            )
 
     def _forward(self, step: Step) -> torch.Tensor:
         device = self.weights.recipe.device
@@ -100,6 +108,10 @@ class EngineCore:
             [s.key for s in takers],
             [len(s.suffix) for s in takers],
         )
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineFault(
+                f"the model's logits are not finite under weights {self.weights_id[:12]}", where="engine"
+            )
         self.generated_tokens += len(takers)
         for s, token, logprob in zip(takers, ids, logprobs, strict=True):
             s.suffix.append(token)
@@ -117,7 +129,7 @@ class EngineCore:
     def _meets_stop(self, s: Sequence) -> bool:
         assert self.tokenizer is not None
         stops = s.request.params.stop
-        tail = max(len(t) for t in stops) + STOP_TAIL
+        tail = max(len(t.encode()) for t in stops) + STOP_TAIL
         text = self.tokenizer.decode(s.suffix[s.first :][-tail:])
         return any(t in text for t in stops)
 
@@ -139,14 +151,12 @@ class EngineCore:
             ]
         for s in self.scheduler.live:
             if s.request.id == request_id:
-                s.aborted = True
-        self._drop_aborted()
+                s.finish = "aborted"
         return self._collect()
 
-    def _drop_aborted(self) -> None:
-        for s in self.scheduler.live:
-            if s.aborted:
-                s.finish = "aborted"
+    def reset(self) -> None:
+        """Forget every request: after an error in a step, what is in KV memory is not known."""
+        self.scheduler.reset()
 
     def _collect(self) -> list[Chunk]:
         chunks = [self._chunk(s) for s in self.scheduler.live if s.fresh_ids or s.finish is not None]
@@ -168,8 +178,17 @@ class EngineCore:
     @torch.inference_mode()
     def score(self, prompt_P: np.ndarray, suffix_S: np.ndarray, temperature: float) -> np.ndarray:
         """Log-probs fp32 [S] of a suffix, by the trainer's path: equal bit for bit to decoding it."""
-        count = len(suffix_S)
+        self._check_weights()
+        count, arch = len(suffix_S), self.weights.arch
+        check_tokens("score", arch.vocab, prompt_P, suffix_S)
+        if not 0 < len(prompt_P) <= arch.context - count:
+            raise UsageError(
+                f"a prompt of {len(prompt_P)} and {count} tokens do not fit a context of {arch.context}",
+                where="score",
+            )
         nothing = np.zeros(count, np.float32)
+        if count == 0:
+            return nothing
         sample_ = Sample(
             rollout_id="",
             group_id="",
@@ -181,7 +200,7 @@ class EngineCore:
             weights_S=nothing,
         )
         packing = Packing([sample_], share=True, device=self.weights.recipe.device)
-        attend = GroupAttention(packing, self.weights.arch, self.weights.recipe)
+        attend = GroupAttention(packing, arch, self.weights.recipe)
         x = hidden_states(self.weights, packing.ids_N, packing.positions_N, attend, self.ops)[packing.rows_M]
         found = [
             log_probs(logits(self.weights, x[i : i + SCORE_ROWS], self.ops), t, temperature)

@@ -33,6 +33,8 @@ class Prompt:
     ids: list[int]
     computed: int = 0
     alive: int = 0
+    stale: bool = False
+    """Whether some of its KV comes from weights served before; it is lent to nobody."""
 
     @property
     def ready(self) -> bool:
@@ -54,7 +56,6 @@ class Sequence:
     fresh_ids: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
-    aborted: bool = False
 
     @property
     def request(self) -> Request:
@@ -99,12 +100,22 @@ class Scheduler:
         self.live: list[Sequence] = []
         self.prompts: list[Prompt] = []
 
+    def weights_changed(self) -> None:
+        """KV computed so far belongs to older weights."""
+        for prompt in self.prompts:
+            prompt.stale = prompt.computed > 0
+
+    def reset(self) -> None:
+        """Forget all requests, waiting and live."""
+        self.waiting.clear()
+        self.live.clear()
+        self.prompts.clear()
+        self.cache.clear()
+
     def submit(self, request: Request) -> None:
         """Queue a request, or say at once why it can never run."""
         longest = max((len(s) for s in request.suffixes), default=0)
         prompt, count = len(request.prompt_P), len(request.keys)
-        if prompt == 0:
-            raise UsageError("a request needs at least one prompt token", where=f"request {request.id}")
         if prompt + longest >= self.context:
             raise UsageError(
                 f"the prompt has {prompt + longest} tokens, the model's context {self.context}",
@@ -232,6 +243,8 @@ class Scheduler:
         """The prompt in memory, or computed earlier in this step, that begins most like this one."""
         best, most = None, LEAST_COMMON - 1
         for other in self.prompts:
+            if other.stale:
+                continue
             common = common_prefix(other.ids, prompt.ids)
             if most < common <= other.computed:
                 best, most = other, common

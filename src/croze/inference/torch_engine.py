@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import numpy as np
 
-from croze.errors import CrozeError, EngineFault
+from croze.errors import CrozeError, EngineFault, UsageError
 from croze.inference.core import EngineCore
 from croze.inference.protocol import Chunk, EngineStats, Request, SamplingParams
 from croze.models.device import ComputeThread
 from croze.types import WeightsId
+
+log = logging.getLogger("croze.inference")
 
 
 class TorchEngine:
@@ -21,10 +24,11 @@ class TorchEngine:
 
     def __init__(self, core: EngineCore, thread: ComputeThread) -> None:
         self._core, self._thread = core, thread
-        self._queues: dict[str, asyncio.Queue[Chunk | BaseException]] = {}
+        self._queues: dict[str, asyncio.Queue[Chunk | CrozeError]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._running = asyncio.Event()
         self._running.set()
+        self._closed = False
         self._prepared: tuple[WeightsId, list[tuple[str, Any]] | None] | None = None
 
     @property
@@ -32,9 +36,11 @@ class TorchEngine:
         return self._core.weights_id
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        if self._closed:
+            raise EngineFault("the engine is closed", where=f"request {request.id}")
         if request.id in self._queues:
-            raise EngineFault(f"request {request.id!r} is already running", where="engine")
-        queue: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+            raise UsageError(f"request {request.id!r} is already running", where="engine")
+        queue: asyncio.Queue[Chunk | CrozeError] = asyncio.Queue()
         self._queues[request.id] = queue
         alive = len(request.keys)
         try:
@@ -42,7 +48,7 @@ class TorchEngine:
             self._wake()
             while alive:
                 item = await queue.get()
-                if isinstance(item, BaseException):
+                if isinstance(item, CrozeError):
                     raise item
                 alive -= item.finish is not None
                 yield item
@@ -55,21 +61,20 @@ class TorchEngine:
         self._deliver(await self._thread.run(self._core.abort, request_id))
 
     def _wake(self) -> None:
-        if self._driver is None or self._driver.done():
+        if not self._closed and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive(), name="engine")
 
     async def _drive(self) -> None:
-        """Step while there is work. An error goes to every request: each waiter learns of it."""
+        """Step while there is work. An error ends every request, and each waiter learns of it."""
         while self._core.busy:
             await self._running.wait()
             try:
                 chunks = await self._thread.run(self._core.step)
-            except CrozeError as error:
+            except Exception as error:  # supervision boundary: the engine's waiters must not hang
+                log.exception("the engine's step failed")
+                await self._thread.run(self._core.reset)
                 self._fail(error)
                 return
-            except Exception as error:  # supervision boundary: the engine's waiters must not hang
-                self._fail(EngineFault(f"{type(error).__name__}: {error}", where="engine step"))
-                raise
             self._deliver(chunks)
 
     def _deliver(self, chunks: list[Chunk]) -> None:
@@ -77,8 +82,14 @@ class TorchEngine:
             if queue := self._queues.get(chunk.request_id):
                 queue.put_nowait(chunk)
 
-    def _fail(self, error: CrozeError) -> None:
+    def _fail(self, cause: Exception) -> None:
         for queue in self._queues.values():
+            # one exception object a waiter: the tracebacks of several tasks would pile up on a shared one
+            if isinstance(cause, CrozeError):
+                error = type(cause)(cause.message, where=cause.where, fix=cause.fix)
+            else:
+                error = EngineFault(f"{type(cause).__name__}: {cause}", where="engine step")
+            error.__cause__ = cause
             queue.put_nowait(error)
 
     async def score(self, prompt_P: np.ndarray, suffix_S: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -108,6 +119,9 @@ class TorchEngine:
         return self._core.stats()
 
     async def health(self) -> float:
+        """Seconds one real one-token decode took; a paused engine cannot do one and raises EngineFault."""
+        if not self._running.is_set():
+            raise EngineFault("the engine is paused", where="engine health", fix="resume it")
         start = time.monotonic()
         probe = Request(
             id=f"health-{start}",
@@ -120,6 +134,9 @@ class TorchEngine:
         return time.monotonic() - start
 
     async def close(self) -> None:
+        """Stop; whoever still waits for tokens gets an EngineFault."""
+        self._closed = True
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
+        self._fail(EngineFault("the engine was closed"))

@@ -52,7 +52,10 @@ def build_model(run: Run) -> Model:
     files = resolve(run.model)
     arch = read_architecture(files.path)
     thread = ComputeThread(run.engine.threads)
-    recipe = thread.run_now(numerics.choose, arch, run.engine.dtype, run.engine.device, run.engine.self_check)
+    options = run.engine
+    recipe = thread.run_now(
+        lambda: numerics.choose(arch, options.dtype, options.device, options.self_check, rank=run.lora.rank)
+    )
     return Model(files=files, arch=arch, recipe=recipe, tokenizer=load_tokenizer(files), thread=thread)
 
 

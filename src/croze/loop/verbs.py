@@ -157,12 +157,13 @@ def _start(run: Run, model: build.Model) -> dict[str, Any]:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; Ctrl-C becomes ``Interrupted`` once what was open has been closed."""
+    """Run to the end; Ctrl-C and SIGTERM become ``Interrupted`` once what was open has been closed."""
 
     async def watched() -> T:
         task = asyncio.current_task()
         if threading.current_thread() is threading.main_thread() and task is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await work
 
     try:

@@ -13,6 +13,13 @@ import torch
 T = TypeVar("T")
 
 
+def usable_cores() -> int:
+    """Cores this process may run on, where the system says so; else all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class ComputeThread:
     """Runs calls one after another on its own thread with ``threads`` torch threads (0: usable cores).
 
@@ -20,7 +27,7 @@ class ComputeThread:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or usable_cores()
         self._pool = ThreadPoolExecutor(
             1, "compute", initializer=torch.set_num_threads, initargs=(self.threads,)
         )

@@ -9,19 +9,32 @@ the outputs; random data would hide it) and returns the cheapest ``Recipe`` that
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from croze.errors import ConfigError
 from croze.models import kernels
 from croze.models.architecture import Architecture
 
 log = logging.getLogger("croze.models")
 
-ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 15, 16, 31, 33, 64, 65, 128, 200)
-PROBE_ROWS = 256
+FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 15, 24, 31, 33, 65, 200)
+"""Row counts that padding may change."""
+MANY = (512, 256, 128, 64, 32, 16)
+"""Row counts that no padding changes."""
+PADDINGS = ((2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 8), (16, 16))
+"""Attention rows tried, cheapest first: (at least, a multiple of)."""
+TILES = (512, 256, 128, 64)
+"""Keys summed in one product, cheapest first."""
+PROBE_ROWS = 512
+PROBE_BIG = 1024
+"""Rows of one large linear: about a micro-batch."""
+PROBE_SIZE = 800_000
+"""Largest attention probe, in scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +72,19 @@ def default_dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if features.get("avx512_bf16") or features.get("amx_bf16") else torch.float32
 
 
-def choose(arch: Architecture, dtype: str, device: str, check: bool) -> Recipe:
-    """The recipe for this machine. ``dtype``: "auto", "bfloat16" or "float32"; ``device``: "auto", "cpu", "cuda"."""
+def choose(arch: Architecture, dtype: str, device: str, check: bool, *, rank: int = 0) -> Recipe:
+    """The recipe for this machine. ``dtype``: "auto", "bfloat16" or "float32"; ``device``: "auto", "cpu" or
+    "cuda"; ``rank``: of the adapter, 0 without one. Raises ConfigError for a device that is not there."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and not device.startswith("cuda"):
+        raise ConfigError(f"engine.device={device} is neither cpu nor cuda", where="engine.device")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"engine.device={device}, but torch finds no CUDA device",
+            where="engine.device",
+            fix="set engine.device=cpu, or install a torch build for this machine's accelerator",
+        )
     chosen = default_dtype(device) if dtype == "auto" else getattr(torch, dtype)
     packed = device == "cpu" and kernels.can_pack(chosen)
     base = Recipe(
@@ -71,18 +93,18 @@ def choose(arch: Architecture, dtype: str, device: str, check: bool) -> Recipe:
         packed=packed,
         linear_rows=2 if packed else 16 if chosen == torch.float32 else 2,
         bmm_rows=4,
-        pv_tile=512 if chosen == torch.bfloat16 else 128,
+        pv_tile=256 if chosen == torch.bfloat16 else 128,
     )
     if not check or device != "cpu":
         return base
-    return measure(arch, base)
+    return measure(arch, base, rank=rank)
 
 
-def measure(arch: Architecture, base: Recipe) -> Recipe:
-    """Find the cheapest limits that hold here. About 0.2 CPU-s for a 135M model."""
+def measure(arch: Architecture, base: Recipe, *, rank: int = 0) -> Recipe:
+    """Find the cheapest limits that hold here, with this thread's torch threads. 1 to 2 CPU-s for a 135M model."""
     recipe, notes = base, []
     with torch.inference_mode():
-        shapes = linear_shapes(arch)
+        shapes = linear_shapes(arch, rank)
         rows = next((r for r in (2, 4, 16) if all(linear_holds(base, r, o, i) for o, i in shapes)), 0)
         if rows:
             recipe = dataclasses.replace(recipe, linear_rows=rows)
@@ -93,22 +115,30 @@ def measure(arch: Architecture, base: Recipe) -> Recipe:
             notes.append("attention depends on the batch")
         else:
             recipe = found
+        if not softmax_holds(recipe):
+            notes.append("softmax depends on the padding")
+        if not rows_hold(arch, recipe):
+            notes.append("norms or activations depend on the batch")
     exact = not notes
     note = "exact: rows do not depend on their neighbours" if exact else "not exact here: " + "; ".join(notes)
     log.log(logging.INFO if exact else logging.WARNING, "numerics: %s", note)
     return dataclasses.replace(recipe, exact=exact, checked=True, note=note)
 
 
-def linear_shapes(arch: Architecture) -> list[tuple[int, int]]:
-    """Distinct (out, in) of the model's linears; the head cut to 4096 columns, which share a kernel."""
-    q, kv = arch.heads * arch.head_dim, 2 * arch.kv_heads * arch.head_dim
-    shapes = {
-        (q + kv, arch.hidden),
-        (arch.hidden, q),
-        (2 * arch.intermediate, arch.hidden),
-        (arch.hidden, arch.intermediate),
-        (min(arch.vocab, 4096), arch.hidden),
-    }
+def linear_shapes(arch: Architecture, rank: int = 0) -> list[tuple[int, int]]:
+    """Distinct (out, in) of the model's linears and of an adapter's; the head cut to 4096 columns, which share
+    a kernel."""
+    q, kv, hidden, inner = (
+        arch.heads * arch.head_dim,
+        arch.kv_heads * arch.head_dim,
+        arch.hidden,
+        arch.intermediate,
+    )
+    shapes = {(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)}
+    shapes.add((min(arch.vocab, 4096), hidden))
+    if rank:
+        shapes |= {(n * rank, hidden) for n in (1, 2, 3)} | {(rank, q), (rank, inner)}
+        shapes |= {(out, rank) for out in (q, kv, hidden, inner)}
     return sorted(shapes)
 
 
@@ -126,71 +156,113 @@ def cancelling(rows: int, inner: int, generator: torch.Generator) -> tuple[torch
 def linear_holds(recipe: Recipe, minimum: int, out: int, inner: int) -> bool:
     """Whether a linear's rows are equal for every row count, padded to ``minimum``."""
     generator = torch.Generator().manual_seed(out * 31 + inner)
-    x, order = cancelling(PROBE_ROWS, inner, generator)
+    x, order = cancelling(256, inner, generator)
     half = torch.randn(out, inner // 2, generator=generator)
     weight = torch.cat([half, half[:, order], torch.zeros(out, inner - 2 * (inner // 2))], 1)
     x, weight = x.to(recipe.dtype), weight.to(recipe.dtype)
     linear = kernels.Linear(weight, dataclasses.replace(recipe, linear_rows=minimum))
     whole = linear(x)
-    return all(torch.equal(linear(x[o : o + r]), whole[o : o + r]) for r in ROWS for o in (0, 3))
+    if not all(torch.equal(linear(x[r % 4 :][:r]), whole[r % 4 :][:r]) for r in FEW):
+        return False
+    times = PROBE_BIG // len(x)
+    return torch.equal(linear(x.repeat(times, 1)), whole.repeat(times, 1))
 
 
 def _attention_limits(arch: Architecture, recipe: Recipe) -> Recipe | None:
-    counts = (arch.kv_heads, 3 * arch.kv_heads, 24 * arch.kv_heads)
-    for tile in (512, 256, 128, 64):
-        for rows, multiple in ((2, 1), (4, 1), (8, 1), (4, 2), (8, 2), (8, 8), (16, 16)):
-            trial = dataclasses.replace(recipe, bmm_rows=rows, bmm_multiple=multiple, pv_tile=tile)
-            if _scores_hold(arch.head_dim, trial, counts) and _sums_hold(arch.head_dim, trial, counts):
-                return trial
+    """The cheapest paddings and tile under which attention's products hold, or None."""
+    counts, d = (arch.kv_heads, 3 * arch.kv_heads, 24 * arch.kv_heads), arch.head_dim
+    tile = next(
+        (t for t in TILES if sums_hold(d, dataclasses.replace(recipe, pv_tile=t), counts, MANY)), None
+    )
+    if tile is None or not scores_hold(d, recipe, counts, MANY):
+        return None
+    for rows, multiple in PADDINGS:
+        trial = dataclasses.replace(recipe, bmm_rows=rows, bmm_multiple=multiple, pv_tile=tile)
+        if scores_hold(d, trial, counts, FEW) and sums_hold(d, trial, counts, FEW):
+            return trial
     return None
 
 
-def _scores_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...]) -> bool:
+def scores_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """Whether q k^T is the same for all of ``rows`` query rows, ``counts`` products and lengths of k."""
+    longest = 512
     generator = torch.Generator().manual_seed(head_dim)
     q, order = cancelling(PROBE_ROWS, head_dim, generator)
-    half = torch.randn(128, head_dim // 2, generator=generator)
+    half = torch.randn(longest, head_dim // 2, generator=generator)
     k = torch.cat([half, half[:, order]], 1)
     q, k = q.to(recipe.dtype), k.to(recipe.dtype)
-    whole = kernels.bmm(q[None].expand(2, -1, -1), k[None].expand(2, -1, -1).transpose(1, 2), recipe)[0]
-
-    def holds(m: int, count: int, keys: int) -> bool:
-        got = kernels.bmm(
-            q[None, :m].expand(count, -1, -1), k[None, :keys].expand(count, -1, -1).transpose(1, 2), recipe
-        )
-        return torch.equal(got[0], whole[:m, :keys]) and torch.equal(got[-1], whole[:m, :keys])
-
-    return _every_shape(holds, counts, (32, 64, 128))
+    whole = kernels.bmm(_times(q, 2), _times(k, 2).transpose(1, 2), recipe)[0]
+    for m, count, keys in _probes(rows, counts, (32, 64, 128, longest)):
+        got = kernels.bmm(_times(q[:m], count), _times(k[:keys], count).transpose(1, 2), recipe)
+        if not (torch.equal(got[0], whole[:m, :keys]) and torch.equal(got[-1], whole[:m, :keys])):
+            return False
+    return True
 
 
-def _sums_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...]) -> bool:
+def sums_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """Whether weighted sums of values are the same for all of ``rows`` and ``counts``, and for every number of
+    keys up to the tile, the rest of weight 0."""
+    longest = recipe.pv_tile
     generator = torch.Generator().manual_seed(head_dim + 1)
-    longest = max(recipe.pv_tile, 64)
     w, order = cancelling(PROBE_ROWS, longest, generator)
     half = torch.randn(longest // 2, head_dim, generator=generator)
     v = torch.cat([half, half[order]], 0).to(recipe.dtype)
     w = w.to(recipe.dtype)
-
-    def holds(m: int, count: int, keys: int) -> bool:
-        if keys > longest:
-            return True
+    wholes = {}
+    for keys in range(recipe.region, longest + 1, recipe.region):
         cut = w.clone()
         cut[:, keys:] = 0
-        whole = kernels.weigh(cut[None].expand(2, -1, -1), v[None].expand(2, -1, -1), recipe)[0]
-        got = kernels.weigh(
-            cut[None, :m, :keys].expand(count, -1, -1), v[None, :keys].expand(count, -1, -1), recipe
-        )
-        return torch.equal(got[0], whole[:m]) and torch.equal(got[-1], whole[:m])
+        wholes[keys] = kernels.weigh(_times(cut, 2), _times(v, 2), recipe)[0]
+    for m, count, keys in _probes(rows, counts, tuple(wholes)):
+        got = kernels.weigh(_times(w[:m, :keys], count), _times(v[:keys], count), recipe)
+        if not (torch.equal(got[0], wholes[keys][:m]) and torch.equal(got[-1], wholes[keys][:m])):
+            return False
+    return True
 
-    return _every_shape(holds, counts, tuple(range(32, longest + 1, max(32, longest // 4))))
+
+def softmax_holds(recipe: Recipe) -> bool:
+    """Whether masked keys, in whole regions, leave the weights of the others as they are."""
+    generator, region = torch.Generator().manual_seed(1), recipe.region
+    scores = (torch.randn(64, 6 * region, generator=generator) * 6).to(recipe.dtype)
+    whole = torch.softmax(scores, -1)
+    for at in (1, 2, 5, 6):
+        for hole in (1, 2, 3, 7, 20):
+            masked = scores.new_full((64, hole * region), kernels.MASKED)
+            wide = torch.softmax(
+                torch.cat([scores[:, : at * region], masked, scores[:, at * region :]], 1), -1
+            )
+            got = torch.cat([wide[:, : at * region], wide[:, (at + hole) * region :]], 1)
+            if not torch.equal(got, whole):
+                return False
+    return True
 
 
-def _every_shape(
-    holds: Callable[[int, int, int], bool], counts: tuple[int, ...], keys: tuple[int, ...]
-) -> bool:
-    return all(
-        holds(m, count, t)
-        for m in (1, 2, 3, 4, 5, 6, 7, 9, 12, 15, 16, 24, 31, 33, 64, 128)
-        for count in counts
-        for t in keys
-        if count * m * t <= 400_000
+def rows_hold(arch: Architecture, recipe: Recipe) -> bool:
+    """Whether norm, activation and softmax of a row are the same however many rows there are."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(arch.hidden, generator=generator).to(recipe.dtype)
+    operations = (
+        (arch.hidden, lambda x: kernels.rms_norm(x, weight, arch.norm_eps)),
+        (2 * arch.intermediate, kernels.swiglu),
+        (min(arch.vocab, 4096), lambda x: torch.softmax(x.float(), -1)),
     )
+    for width, operation in operations:
+        x = (torch.randn(256, width, generator=generator) * 4).to(recipe.dtype)
+        whole = operation(x)
+        if not all(torch.equal(operation(x[:m]), whole[:m]) for m in (1, 2, 3, 7, 33, 65)):
+            return False
+    return True
+
+
+def _times(x: torch.Tensor, count: int) -> torch.Tensor:
+    """[m, n] -> [count, m, n], the same matrix in every product."""
+    return x[None].expand(count, -1, -1)
+
+
+def _probes(
+    rows: tuple[int, ...], counts: tuple[int, ...], keys: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """(rows, products, keys) of all probes that are not too large."""
+    for m, count, t in itertools.product(rows, counts, keys):
+        if count * m * t <= PROBE_SIZE or (m, count) == (max(rows), min(counts)):
+            yield m, count, t

@@ -37,27 +37,30 @@ class WorkerProcess:
         self._mark_fd = os.memfd_create("croze-mark") if sys.platform == "linux" else _anonymous_file()
         os.truncate(self._mark_fd, mmap.PAGESIZE)
         self._mark = mmap.mmap(self._mark_fd, mmap.PAGESIZE)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._out = -1
 
     async def start(self, setup: Setup) -> None:
         """Raises DeclarationError or RewardFault with what the worker said."""
-        ours, theirs = socket.socketpair()
-        out_write = -1
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._out, out_write = os.pipe()
-            self._process = self._spawn(theirs.fileno(), out_write)
-        finally:
-            theirs.close()
-            if out_write >= 0:
-                os.close(out_write)
-        os.set_blocking(self._out, False)
-        asyncio.get_running_loop().add_reader(self._out, self._printed)
-        try:
+            await self._launch()
             self.send(setup)
             await self._welcome()
         except BaseException:
             await self.kill()
             raise
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._out, out_write = os.pipe()
+            try:
+                self._process = self._spawn(theirs.fileno(), out_write)
+            finally:
+                os.close(out_write)
+        os.set_blocking(self._out, False)
+        asyncio.get_running_loop().add_reader(self._out, self._printed)
 
     def _spawn(self, control: int, output: int) -> subprocess.Popen[bytes]:
         numbers = map(str, (control, self._mark_fd, os.getpid()))
@@ -117,32 +120,38 @@ class WorkerProcess:
         return f"; it last printed: {text[-500:]}" if text else ""
 
     async def how_it_ended(self) -> str:
-        await ended(self._process, _END_S)
-        code = self._process.returncode
+        code = await self._exit_code()
         if code is None:
             return "closed its socket" + self.last_words
         if code < 0:
             return f"died of {signal.Signals(-code).name}" + self.last_words
         return f"exited with code {code}" + self.last_words
 
+    async def _exit_code(self) -> int | None:
+        if self._process is None:
+            return None
+        await ended(self._process, _END_S)
+        return self._process.returncode
+
     async def close(self) -> None:
         """Let it destroy its sandboxes, then see that it is gone."""
         self._writer.close()
-        await ended(self._process, _END_S)
+        await self._exit_code()
         await self.kill()
 
     async def kill(self) -> None:
         """End the worker and every process under it, and what those left behind."""
-        below = _descendants(self._process.pid) if self._process.poll() is None else []
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        for pid in below:
+        if self._process is not None:
+            below = _descendants(self._process.pid) if self._process.poll() is None else []
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await ended(self._process, _END_S)
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await self._exit_code()
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
         self._let_go()
         if (groups := cgroup.find()) is not None:
             groups.sweep()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,14 +17,15 @@ from croze.rollout.session import Session, reply_text
 from croze.types import Rollout, Task
 
 
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One sibling to be generated. ``key`` selects its random stream."""
 
-    __slots__ = ("attempt", "group_id", "key", "member", "rollout_id")
-
-    def __init__(self, rollout_id: str, group_id: str, member: int, attempt: int, key: int) -> None:
-        self.rollout_id, self.group_id, self.member, self.attempt = rollout_id, group_id, member, attempt
-        self.key = key
+    rollout_id: str
+    group_id: str
+    member: int
+    attempt: int
+    key: int
 
 
 class Generator:

@@ -26,7 +26,12 @@ from croze.sandbox.jail import ENVIRONMENT
 from croze.sandbox.protocol import BOX, ExecResult, Limits, Net, Sandbox, Status, Tier
 from croze.types import Fault
 
-_LIMITED = 'ulimit -c 0 -t "$1" -f "$2" 2>/dev/null; ulimit -v "$3" 2>/dev/null; shift 3; exec "$@"'
+_LIMITED = """
+for limit in "-c 0" "-S -t $1" "-f $2" "-v $3"; do ulimit $limit 2>/dev/null; done
+shift 3
+exec "$@"
+"""
+"""Not every system has every limit; one a call is all that some shells take."""
 
 
 class Unsafe:

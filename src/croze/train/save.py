@@ -10,33 +10,42 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from croze.errors import UsageError
 from croze.models.protocol import ModelFiles
 from croze.models.weights import LoraSpec
 from croze.train.trainer import TorchTrainer
-
-SHARD_BYTES = 4 << 30
 
 
 def save_model(trainer: TorchTrainer, files: ModelFiles, folder: Path) -> None:
     """Write ``folder`` whole or not at all: a full fine-tune as model.safetensors with config and tokenizer, an
     adapter in peft's format. A folder that exists is an error: nothing is overwritten."""
+    if folder.exists():
+        raise UsageError(
+            f"{folder} exists", where="saving the model", fix="name a folder that does not exist yet"
+        )
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     spec = trainer.weights.lora
     if spec is None:
-        tensors = {name: tensor.contiguous() for name, tensor in trainer.export()}
-        save_file(tensors, staging / "model.safetensors", metadata={"format": "pt"})
-        _copy_beside(files.path, staging, next(iter(tensors.values())).dtype)
+        save_file(dict(trainer.export()), staging / "model.safetensors", metadata={"format": "pt"})
+        _copy_beside(files.path, staging, trainer.parameters.published)
     else:
-        tensors = {name: tensor.contiguous() for name, tensor in trainer.export()}
-        save_file(tensors, staging / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_file(dict(trainer.export()), staging / "adapter_model.safetensors", metadata={"format": "pt"})
         (staging / "adapter_config.json").write_text(json.dumps(_adapter_config(spec, files), indent=1))
-    for path in staging.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    for path in (*staging.iterdir(), staging):
+        _flush(path)
     staging.rename(folder)
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    """A file's or directory's content onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _copy_beside(source: Path, target: Path, dtype: torch.dtype) -> None:
