@@ -14,6 +14,9 @@ from croze.reward.code import Case, run_tests
 from croze.sandbox.bubblewrap import Bubblewrap
 from croze.sandbox.protocol import Limits
 
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
+
 ADD = "def add(a, b):\n    return a + b\n"
 LIMITS = Limits(cpu_s=2, wall_s=10, memory_mib=128, disk_mib=16)
 
@@ -206,9 +209,6 @@ def test_dying_is_not_the_error_that_a_test_expects(code):
 def test_hidden_tests_are_nowhere_near_the_code():
     spy = """
 import os, sys, gc
-
-settings.register_profile("shared machine", deadline=None)
-settings.load_profile("shared machine")
 def add(a, b):
     seen = []
     for top, folders, names in os.walk('/box'):

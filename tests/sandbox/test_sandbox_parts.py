@@ -32,13 +32,21 @@ NAME = CLEAN.filter(lambda s: s and "=" not in s)
 )
 def test_a_job_reads_back_as_it_was_meant(argv, body, env, cwd):
     data = jobs.encode(
-        "exec", argv=argv, body=body, env=env, cwd=cwd, limits=Limits(), address_space=7, extra_pids=1
+        "exec",
+        argv=argv,
+        body=body,
+        env=env,
+        cwd=cwd,
+        limits=Limits(),
+        address_space=7,
+        extra_pids=1,
+        extra_cpu_s=2,
     )
     size = int.from_bytes(data[:4], "little")
     fields = data[4 : 4 + size].split(b"\0")
     count = int(fields[7])
     assert data[4 + size :] == body and fields[0] == b"exec" and fields[1] == os.fsencode(cwd)
-    assert [int(f) for f in fields[2:8]] == [5, 7, 64 << 20, 33, 256, len(env)]
+    assert [int(f) for f in fields[2:8]] == [7, 7, 64 << 20, 33, 256, len(env)]
     assert dict(p.decode().split("=", 1) for p in fields[8 : 8 + count]) == env
     assert [f.decode() for f in fields[8 + count : -1]] == argv
 

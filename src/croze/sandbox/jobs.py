@@ -64,10 +64,11 @@ def encode(
     limits: Limits,
     address_space: int,
     extra_pids: int,
+    extra_cpu_s: int,
 ) -> bytes:
     """A job as the guest reads it. Raises ValueError for NULs, which no argument can hold."""
     numbers = (
-        math.ceil(limits.cpu_s),
+        math.ceil(limits.cpu_s) + extra_cpu_s,
         address_space,
         limits.disk_mib << 20,
         limits.pids + extra_pids,
