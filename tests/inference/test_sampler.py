@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 
@@ -121,6 +121,8 @@ NASTY = [0.0, 5e-324, 1e-12, 0.3, 1.0 - 1e-16, 1.0 - 2**-53, 1.0]
 
 
 @settings(max_examples=80, deadline=None)
+@example(vocab=900, filled=[(3, 1.0)], u=1.0)  # behind the last mass
+@example(vocab=900, filled=[(899, 1e-38), (3, 1.0)], u=1.0)
 @given(
     vocab=st.integers(1, 900),
     filled=st.lists(
@@ -135,6 +137,24 @@ def test_a_token_without_mass_is_never_sampled(vocab, filled, u):
     token = int(inverse_cdf(p, torch.tensor([u], dtype=torch.float64))[0])
     assert 0 <= token < vocab
     assert p[0, token] > 0
+
+
+def test_rounding_at_the_border_of_a_block_finds_mass():
+    """A block's end minus its sum may be a little more than the end before it; uniforms that fall between."""
+    generator = torch.Generator().manual_seed(0)
+    masses = torch.rand(60, 192, generator=generator) * 10 ** (-12 * torch.rand(60, 192, generator=generator))
+    p = torch.zeros(60, 192 * 256)
+    p[:, 5::256] = masses
+    ends = masses.double().cumsum(-1)
+    row, block = ((ends - masses.double())[:, 1:] > ends[:, :-1]).nonzero().unbind(1)
+    assert len(row) > 50
+    border, total = ends[row, block], ends[row, -1]
+    near = border / total
+    for u in (near, torch.nextafter(near, total), torch.nextafter(near, -total)):
+        for start in range(0, len(row), 64):
+            part = slice(start, start + 64)
+            tokens = inverse_cdf(p[row[part]], u[part])
+            assert (p[row[part], tokens] > 0).all()
 
 
 def test_inverse_cdf_is_the_inverse_of_the_cdf():

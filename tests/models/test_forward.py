@@ -1,83 +1,15 @@
 """The forward pass against transformers' own, in fp32, for every family and for odd shapes."""
 
-import functools
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import small_models as small
 from croze.models.architecture import from_config, read_architecture
 from croze.models.layout import read_tensors
 from croze.models.weights import ModelWeights
 from croze.types import WeightsId
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CASES = {
-    "llama, grouped queries": (LlamaConfig, {}),
-    "llama, multi-head": (LlamaConfig, {"num_key_value_heads": 4}),
-    "llama, one key head": (LlamaConfig, {"num_key_value_heads": 1}),
-    "llama, untied": (LlamaConfig, {"tie_word_embeddings": False}),
-    "llama, rope scaled": (LlamaConfig, {"rope_parameters": LLAMA3}),
-    "llama, other base": (LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
-    "llama, head_dim apart": (LlamaConfig, {"head_dim": 6, "num_key_value_heads": 4, "hidden_size": 40}),
-    "llama, odd sizes": (
-        LlamaConfig,
-        {"vocab_size": 301, "intermediate_size": 51, "hidden_size": 44, "head_dim": 10},
-    ),
-    "qwen2": (Qwen2Config, {}),
-    "qwen2, untied": (Qwen2Config, {"tie_word_embeddings": False, "num_key_value_heads": 4}),
-    "qwen3": (Qwen3Config, {"head_dim": 16}),
-    "qwen3, wide heads": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": False}),
-    "qwen3, one key head": (Qwen3Config, {"head_dim": 8, "num_key_value_heads": 1}),
-}
-
-
-@functools.cache
-def hugging_face(name: str):
-    """transformers' model of a case, norms and biases random too."""
-    kind, changes = CASES[name]
-    torch.manual_seed(len(name))
-    config = kind(
-        **{
-            "vocab_size": 97,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.1,
-            "tie_word_embeddings": True,
-            **changes,
-        }
-    )
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    for parameter_name, parameter in model.named_parameters():
-        if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, 1.0, 0.2)
-        elif "bias" in parameter_name:
-            torch.nn.init.normal_(parameter, 0.0, 0.2)
-    return model
-
-
-def reference(model, ids: np.ndarray, start: int, temperature: float = 1.0) -> np.ndarray:
-    with torch.no_grad():
-        logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].double()
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    return (
-        logprobs[start - 1 : -1]
-        .gather(1, torch.from_numpy(ids[start:].astype(np.int64))[:, None])[:, 0]
-        .numpy()
-    )
+from peer_models import CASES, hugging_face, teacher_forced
 
 
 def serve(arch, tensors) -> small.EngineCore:
@@ -96,7 +28,7 @@ def test_scores_equal_transformers(name):
     for prompt, suffix, temperature in ((1, 1, 1.0), (1, 40, 1.0), (33, 70, 0.7), (200, 56, 1.0)):
         ids = rng.integers(0, model.config.vocab_size, prompt + suffix).astype(np.int32)
         found = core.score(ids[:prompt], ids[prompt:], temperature)
-        np.testing.assert_allclose(found, reference(model, ids, prompt, temperature), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(found, teacher_forced(model, ids, prompt, temperature), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama, rope scaled", "qwen2", "qwen3, wide heads"])
@@ -118,7 +50,9 @@ def test_greedy_decoding_equals_transformers(name):
         with torch.no_grad():
             likeliest = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].argmax(-1)
         assert likeliest[len(given) - 1 : -1].tolist() == records[str(i), 0].ids
-        np.testing.assert_allclose(records[str(i), 0].logprobs, reference(model, ids, len(given)), atol=1e-5)
+        np.testing.assert_allclose(
+            records[str(i), 0].logprobs, teacher_forced(model, ids, len(given)), atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["llama, grouped queries", "llama, untied", "qwen2", "qwen3"])
@@ -129,4 +63,4 @@ def test_a_saved_directory_loads(name, shard, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > (shard == "40KB")
     core = serve(read_architecture(tmp_path), read_tensors(tmp_path))
     ids = np.random.default_rng(2).integers(0, 97, 60).astype(np.int32)
-    np.testing.assert_allclose(core.score(ids[:20], ids[20:], 1.0), reference(model, ids, 20), atol=1e-5)
+    np.testing.assert_allclose(core.score(ids[:20], ids[20:], 1.0), teacher_forced(model, ids, 20), atol=1e-5)

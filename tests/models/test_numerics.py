@@ -31,11 +31,14 @@ def test_the_chosen_recipe_holds_by_brute_force(name, dtype):
     q, order = numerics.cancelling(rows, arch.head_dim, generator)
     half = torch.randn(keys, arch.head_dim // 2, generator=generator)
     k = torch.cat([half, half[:, order]], 1).to(recipe.dtype)
-    v = torch.randn(keys, arch.head_dim, generator=generator).to(recipe.dtype)
-    q = q.to(recipe.dtype)
+    q = (q * 0.05).to(recipe.dtype)  # weights spread over many keys
+    v = torch.randn(keys, arch.head_dim, generator=generator)
+    v = torch.cat([v[: keys // 2] * 64, -v[: keys // 2] * 64 + v[keys // 2 :]]).to(
+        recipe.dtype
+    )  # nearly cancel
     for used in (32, 224, 480, 700):
         padded = recipe.pad(used)
-        whole = attend(q, k, v, used, 704, arch.kv_heads, recipe)
+        whole = attend(q, k, v, used, 1024, arch.kv_heads, recipe)
         for m in (1, 3, 10, 47, 130):
             for count in (arch.kv_heads, 5 * arch.kv_heads):
                 got = attend(q[:m], k, v, used, padded, count, recipe)

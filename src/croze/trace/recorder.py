@@ -134,7 +134,13 @@ class Recorder:
         self._offset = (time.time() if wall is None else wall) - self._clock.now()
         self._keep_tokens = tokens
         metadata = {"croze.format": "1", "croze.wall_minus_clock": repr(self._offset)}
-        self._writers = {table: TableWriter(folder / table, table, metadata) for table in TABLES}
+        self._writers: dict[str, TableWriter] = {}
+        try:
+            for table in TABLES:
+                self._writers[table] = TableWriter(folder / table, table, metadata)
+        except BaseException:
+            self._close_files()
+            raise
         self._next_id = self._writers["spans"].number << _INCARNATION_BITS
         self._spans: list[Span] = []
         self._rollouts: list[RolloutRow] = []
@@ -238,7 +244,12 @@ class Recorder:
             self._writers["tokens"].append(_token_columns(tokens))
 
     def close(self) -> None:
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            self._close_files()
+
+    def _close_files(self) -> None:
         for writer in self._writers.values():
             writer.close()
 
