@@ -138,6 +138,7 @@ def make_rig(
     temperature: float = 1.0,
     tensors: Mapping[str, torch.Tensor] | None = None,
     measured: bool = True,
+    release: bool = False,
     seed: int = 0,
 ) -> Rig:
     """Random weights published as "w0". An adapter's B, zero at birth, is made random. ``measured`` False skips
@@ -154,6 +155,7 @@ def make_rig(
         steps=100,
         published=published,
         temperature=temperature,
+        release=release,
     )
     generator = torch.Generator().manual_seed(seed + 1)
     for name, master in trainer.parameters.masters.items():

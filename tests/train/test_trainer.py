@@ -9,6 +9,7 @@ import torch
 
 import small_models as small
 from croze.config import Optim
+from croze.errors import EngineFault
 from croze.models.architecture import from_config
 from croze.types import Sample
 from peer_models import hugging_face
@@ -251,3 +252,24 @@ def test_the_reference_stays_where_training_began():
     own.trainer.step(1)
     np.testing.assert_array_equal(own.trainer.reference_logprobs(samples)[0], start)
     assert not np.array_equal(own.trainer.logprobs(samples)[0], start)
+
+
+def test_released_weights_come_back():
+    """Freed before the last backward pass: the same gradients, served by nobody, rebuilt when next needed."""
+    samples = odd_samples()
+    kept = small.make_rig(small.architecture(), measured=False)
+    freed = small.make_rig(small.architecture(), measured=False, release=True)
+    for optim in ({"tokens_per_microbatch": 60}, {}):
+        loss, wanted = small.gradients(kept.with_optim(**optim), samples)
+        assert kept.weights.weights_id == "w0"
+        engine = freed.engine()
+        found_loss, found = small.gradients(freed.with_optim(**optim), samples)
+        assert found_loss == loss
+        assert small.relative_gap(found, wanted) == 0.0
+        assert freed.weights.weights_id == ""
+        with pytest.raises(EngineFault, match="not the committed ones"):
+            engine.score(samples[0].prompt_P, samples[0].ids_S, 1.0)
+        _, again = small.gradients(freed.trainer, samples)  # nothing was published: built anew
+        assert small.relative_gap(again, small.gradients(kept.trainer, samples)[1]) == 0.0
+        freed.publish("w0")
+        np.testing.assert_array_equal(freed.trainer.logprobs(samples)[0], kept.trainer.logprobs(samples)[0])

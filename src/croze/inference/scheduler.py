@@ -143,10 +143,11 @@ class Scheduler:
         return min(longest + request.params.max_tokens, self.context - len(request.prompt_P))
 
     def admit(self) -> None:
-        while self.waiting and self._has_room(self.waiting[0]):
+        while self.waiting and self._make_room(self.waiting[0]):
             self._enter(self.waiting.popleft())
 
-    def _has_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request) -> bool:
+        """Reserve what ``request`` needs, where there is room for it."""
         count = len(request.keys)
         if len(self.live) + count > self.options.max_rows:
             return False

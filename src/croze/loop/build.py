@@ -71,6 +71,7 @@ def build_trainer(run: Run, model: Model, algorithm: Algorithm) -> TorchTrainer:
             published=getattr(torch, run.sync.dtype),
             temperature=run.sampling.temperature,
             seed=run.seed,
+            release=True,
         )
     )
 
@@ -81,8 +82,8 @@ def read_weights(run: Run, model: Model) -> ModelWeights:
 
     def load() -> ModelWeights:
         weights = ModelWeights(model.arch, model.recipe)
-        wanted = set(weights.layout.slots)
-        tensors = [(n, t.to(dtype)) for n, t in read_tensors(model.files.path) if n in wanted]
+        path = model.files.path
+        tensors = [(n, t.to(dtype)) for n, t in weights.layout.checked(read_tensors(path), str(path))]
         weights.update(Identity().of(tensors), tensors)
         return weights
 

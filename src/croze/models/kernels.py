@@ -37,19 +37,23 @@ class Linear:
     ``key`` names its weight in the layout; ``adapter`` is a low-rank addition, applied unmerged.
     """
 
-    __slots__ = ("adapter", "bias", "key", "out", "packed", "rows", "weight")
+    __slots__ = ("adapter", "bias", "key", "packed", "rows", "weight")
 
     def __init__(
         self, weight: torch.Tensor, recipe: Recipe, bias: torch.Tensor | None = None, key: str = ""
     ) -> None:
         self.key, self.adapter = key, None
-        self.out, self.packed, self.rows = weight.shape[0], recipe.packed, recipe.linear_rows
+        self.packed, self.rows = recipe.packed, recipe.linear_rows
         # packing copies; without it a copy keeps later changes of ``weight`` out
         weight = weight.to(device=recipe.device, dtype=recipe.dtype, copy=not self.packed).contiguous()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
         self.bias = None if bias is None else bias.to(device=recipe.device, dtype=recipe.dtype)
 
     adapter: Adapter | None
+
+    def release(self) -> None:
+        """Free the weight; the layer cannot be used any more."""
+        self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, in] -> [M, out], without the adapter; fewer than ``rows`` rows are padded."""

@@ -25,9 +25,9 @@ LEAST_TRUNK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Siblings:
-    """Samples of one bucket: rows of the flat batch and padded lengths. starts/lengths per sample; R = longest."""
+    """Samples of one bucket, one behind the other from row ``start``; ``lengths`` in tokens."""
 
-    starts: list[int]
+    start: int
     lengths: list[int]
 
     @property
@@ -125,13 +125,12 @@ class Packing:
             self._rows[i] = np.full(len(self.where[i]), start + own - 1)
         buckets = []
         for bucket in by_length(needed):
-            starts = []
+            first = self.tokens
             for i in bucket:
                 at = self._add(self._samples[i].ids_S[: needed[i]], len(prompt))
                 behind = self.where[i] > 0
                 self._rows[i][behind] = at + self.where[i][behind] - 1
-                starts.append(at)
-            buckets.append(Siblings(starts=starts, lengths=[needed[i] for i in bucket]))
+            buckets.append(Siblings(start=first, lengths=[needed[i] for i in bucket]))
         return Block(start=start, own=own, prompt=len(prompt), buckets=buckets)
 
 
@@ -243,8 +242,7 @@ class GroupAttention:
 
     def _square(self, x: torch.Tensor, siblings: Siblings) -> torch.Tensor:
         """The bucket's rows [total, H, D] as [n, R, H, D], padded with zeros."""
-        first = siblings.starts[0]
-        flat = x[first : first + siblings.total]
+        flat = x[siblings.start : siblings.start + siblings.total]
         n, r = len(siblings.lengths), siblings.longest
         if min(siblings.lengths) == r:
             return flat.view(n, r, *x.shape[1:])

@@ -113,18 +113,26 @@ class ModelWeights:
     def _layer(self, key: str) -> Layer:
         return self.layers[int(key.removeprefix("model.layers.").split(".", 1)[0])]
 
+    def release(self) -> None:
+        """Free the linears' memory, the bulk of it; nothing can be computed until the next ``update``."""
+        self.weights_id = WeightsId("")
+        self.head.release()
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.release()
+
     def _place(self, key: str, tensor: torch.Tensor) -> None:
         recipe = self.recipe
         if key == self.layout.head:
             self.head = Linear(tensor, recipe, key=key)
         if key == "model.embed_tokens.weight":
-            self.embed = tensor.to(recipe.device).clone()
+            self.embed = tensor.to(recipe.device, copy=True)
         elif key == "model.norm.weight":
-            self.norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype).clone())
+            self.norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype, copy=True))
         elif key.startswith("model.layers."):
             name, layer = key.removeprefix("model.layers.").split(".", 1)[1], self._layer(key)
             if name in _NORMS:
-                norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype).clone())
+                norm = Norm(key, tensor.to(device=recipe.device, dtype=recipe.dtype, copy=True))
                 setattr(layer, _NORMS[name], norm)
             else:
                 old: Linear | None = getattr(layer, _LINEARS[name], None)
@@ -148,7 +156,7 @@ class ModelWeights:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterPart:
     """One canonical linear inside a fused one: its rows, whether it is targeted, its peft tensor names."""
 
@@ -189,10 +197,10 @@ def adapter_sites(layout: Layout, spec: LoraSpec) -> Iterator[tuple[int, str, li
             slot, module = layout.slots[name], name.removesuffix(".weight")
             parts.append(
                 AdapterPart(
-                    (slot.start, slot.stop),
-                    module.rsplit(".", 1)[-1] in spec.targets,
-                    f"base_model.model.{module}.lora_A.weight",
-                    f"base_model.model.{module}.lora_B.weight",
+                    span=(slot.start, slot.stop),
+                    targeted=module.rsplit(".", 1)[-1] in spec.targets,
+                    a=f"base_model.model.{module}.lora_A.weight",
+                    b=f"base_model.model.{module}.lora_B.weight",
                 )
             )
         if any(p.targeted for p in parts):

@@ -33,6 +33,11 @@ class Head:
         rows, vocab = targets_M.shape[0], weights.arch.vocab
         self._kept: list[torch.Tensor] | None = [] if rows * vocab * 4 <= KEEP_BYTES else None
 
+    @property
+    def kept(self) -> bool:
+        """Whether ``backward`` can do without the head's forward weights."""
+        return self._kept is not None
+
     def _probabilities(self, start: int) -> torch.Tensor:
         logits = Forward().linear(self.hidden_MH[start : start + CHUNK], self.weights.head)
         return probabilities(logits, self.temperature)

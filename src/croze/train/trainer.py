@@ -24,6 +24,8 @@ class TorchTrainer:
 
     ``weights`` is what the forward passes read. It may be shared with an engine in the same process, which
     then serves nothing while they differ from what it committed; ``publish`` gives the current masters an id.
+    ``release`` frees their packed linears before the last backward pass of a batch, when the update that follows
+    would replace them anyway: a seventh of the peak. Only for weights that nobody uses while training.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class TorchTrainer:
         published: torch.dtype,
         temperature: float = 1.0,
         seed: int = 0,
+        release: bool = False,
     ) -> None:
         recipe = weights.recipe
         self.weights, self.algorithm, self.optim, self.temperature = weights, algorithm, optim, temperature
@@ -51,6 +54,7 @@ class TorchTrainer:
         )
         self.optimizer = AdamW(self.parameters.masters, optim, steps=steps)
         self.reference = self._reference() if algorithm.needs_reference else None
+        self._release = release and weights.lora is None and not optim.checkpointing
         self._current: WeightsId | None = None
 
     def publish(self, weights_id: WeightsId) -> None:
@@ -99,11 +103,15 @@ class TorchTrainer:
         """Accumulate the gradients of ``batch``; the sum over micro-batches is the whole batch's loss."""
         weights = self._fresh()
         total = _Totals()
-        for micro in self._microbatches(range(len(batch.samples)), batch.samples):
-            self._micro_step(weights, [batch.samples[i] for i in micro], total)
+        micros = self._microbatches(range(len(batch.samples)), batch.samples)
+        for micro in micros:
+            last = micro is micros[-1]
+            self._micro_step(weights, [batch.samples[i] for i in micro], total, last=last)
         return total.stats()
 
-    def _micro_step(self, weights: ModelWeights, samples: list[Sample], total: _Totals) -> None:
+    def _micro_step(
+        self, weights: ModelWeights, samples: list[Sample], total: _Totals, *, last: bool
+    ) -> None:
         packing = self._pack(samples)
         if not len(packing.targets_M):
             return
@@ -122,6 +130,8 @@ class TorchTrainer:
         total.add(loss, figures, inputs, packing)
         if all(g is None or not g.any() for g in grads):
             return
+        if last and self._release and head.kept:
+            weights.release()
         with torch.no_grad():
             dlogp = torch.zeros_like(found) if grads[0] is None else grads[0]
             dhidden = head.backward(dlogp, grads[1] if entropy is not None else None, self.parameters)
