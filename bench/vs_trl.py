@@ -3,7 +3,9 @@
 Both sides train smollm2-135m-instruct on the tasks of examples/calc.py in the same order, 4 prompts x 8
 siblings, 12 new tokens, temperature 1. The learning rate is so small that the policy stays the early one, so
 that both see the same share of groups without reward variance (which croze may skip and TRL computes); the
-shares are printed, and a row without skipping compares equal work outright. The first step is warm-up.
+shares are printed, and with --all a row without skipping compares equal work outright. croze judges in its
+sandbox, as the example does; TRL's reward parses the expression in process, and so does croze's row "parsed".
+The first step is warm-up. Sides take turns.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ TRL = Venv(
     ),
 )
 EXAMPLE = harness.ROOT / "examples" / "calc.py"
+PARSED = harness.PEERS / "calc_in_process.py"
 PROMPTS, SIBLINGS, NEW_TOKENS = 4, 8, 12
 STILL = "1e-9"
 COLUMNS = ("side", "cpu_s/step", "peak_mib", "zero_var", "reward")
@@ -92,11 +95,11 @@ def problems() -> Iterable[dict[str, Any]]:
     return runpy.run_path(str(EXAMPLE))["problems"](0)
 
 
-def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, dtype: str = "auto") -> Side:
-    """``croze train`` on the example, as a user would run it, with one thread.
+def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, parsed: bool = False) -> Side:
+    """``croze train`` on the example, as a user would run it, with one thread and ``engine.dtype=auto``.
 
     ``share_prompt``: a group's prompt is computed once in training. ``skip``: groups that cannot move the
-    loss are left out of the computation.
+    loss are left out of the computation. ``parsed``: the reward is the one of TRL's side, without a sandbox.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = {
@@ -111,15 +114,13 @@ def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, dtype: str
             "optim.share_prompt": str(share_prompt).lower(),
             "algo.skip_zero_advantage": str(skip).lower(),
             "engine.threads": 1,
-            "engine.dtype": dtype,
             "loop.eval_tasks": 0,
         }
-        argv = [Path(sys.executable).with_name("croze"), "train", EXAMPLE, "--json"]
+        argv = [Path(sys.executable).with_name("croze"), "train", PARSED if parsed else EXAMPLE, "--json"]
         measured = harness.run([*argv, *(f"{key}={value}" for key, value in words.items())])
         share = zero_variance_share(Path(folder) / "run")
-    name = f"croze {dtype}, prompt {'shared' if share_prompt else 'not shared'}" + (
-        "" if skip else ", no skipping"
-    )
+    name = f"croze, prompt {'shared' if share_prompt else 'not shared'}"
+    name += (", parsed" if parsed else "") + ("" if skip else ", no skipping")
     how = {**words, "run.dir": "", **harness.versions("croze", "torch")}
     return summary(name, measured, how, share)
 
@@ -163,20 +164,20 @@ def ratios(ours: Sequence[Side], peers: Sequence[Side]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps a side, the first of them warm-up")
-    parser.add_argument("--all", action="store_true", help="TRL in bf16 and with gradient checkpointing too")
+    parser.add_argument(
+        "--all", action="store_true", help="TRL's other dtype and checkpointing, croze without skipping"
+    )
     args = parser.parse_args()
     started, model = harness.machine(), harness.smollm2()
-    best = "bf16" if started.native_bf16 else "fp32"
-    peers = [trl_side(model, best, args.steps, microbatch, False) for microbatch in (32, 8)]
+    best, other = ("bf16", "fp32") if started.native_bf16 else ("fp32", "bf16")
+    steps = args.steps
+    peers, ours = [trl_side(model, best, steps, 32, False)], [croze_side(True, steps)]
+    peers.append(trl_side(model, best, steps, 8, False))
+    ours += [croze_side(True, steps, parsed=True), croze_side(False, steps)]
     if args.all:
-        peers.append(trl_side(model, "fp32" if best == "bf16" else "bf16", args.steps, 32, False))
-        peers.append(trl_side(model, best, args.steps, 8, True))
-    ours = [
-        croze_side(True, args.steps),
-        croze_side(True, args.steps, skip=False),
-        croze_side(False, args.steps),
-        croze_side(False, args.steps, skip=False),
-    ]
+        peers.append(trl_side(model, other, steps, 32, False))
+        ours += [croze_side(True, steps, skip=False), croze_side(False, steps, skip=False)]
+        peers.append(trl_side(model, best, steps, 8, True))
     compared = ratios(ours, peers)
     harness.report("vs_trl", started, COLUMNS, table([*peers, *ours]))
     harness.table(RATIO_COLUMNS, compared)

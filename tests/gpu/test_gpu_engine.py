@@ -11,7 +11,7 @@ import small_models as small
 from croze.config import EngineOptions, Optim
 from croze.inference.core import EngineCore
 from croze.models import numerics
-from croze.models.architecture import from_config
+from croze.models.architecture import Architecture, from_config
 from croze.models.weights import LoraSpec, ModelWeights
 from croze.train.trainer import TorchTrainer
 from croze.types import WeightsId
@@ -31,7 +31,7 @@ ADAPTER = LoraSpec(rank=8, scale=2.0, targets=small.ALL_LINEARS)
 
 
 def gpu_rig(
-    arch: small.Architecture,
+    arch: Architecture,
     *,
     dtype: str,
     published: torch.dtype,

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import small_models as small
+from croze.config import EngineOptions
 from croze.errors import EngineFault, UsageError
+from croze.inference.core import EngineCore
+from croze.models.weights import ModelWeights
 from croze.types import WeightsId
 
 ARCH = small.architecture(layers=1, context=128)
@@ -20,7 +23,7 @@ def rig() -> small.Rig:
 class Letters:
     """Token i is a letter or, for every third, two; 300 and above decode to nothing (special tokens)."""
 
-    eos_ids = (0,)
+    eos_ids: tuple[int, ...] = (0,)
     vocab_size = ARCH.vocab
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -223,7 +226,7 @@ def test_tokens_carry_the_weights_that_made_them(rig):
 
 
 def test_weights_that_were_not_committed_are_not_served(rig):
-    core = small.EngineCore(rig.weights, small.EngineOptions())
+    core = EngineCore(rig.weights, EngineOptions())
     core.submit(small.request("x", [1]))
     for call in (core.step, lambda: core.score(np.array([1], np.int32), np.array([2], np.int32), 1.0)):
         with pytest.raises(EngineFault, match="committed"):
@@ -236,8 +239,8 @@ def test_weights_that_were_not_committed_are_not_served(rig):
 
 def test_an_engine_takes_tensors_of_its_own(rig):
     """Weights not shared with the trainer: the same tokens."""
-    weights = small.ModelWeights(ARCH, rig.weights.recipe)
-    core = small.EngineCore(weights, small.EngineOptions())
+    weights = ModelWeights(ARCH, rig.weights.recipe)
+    core = EngineCore(weights, EngineOptions())
     core.load(WeightsId("w0"), rig.trainer.export())
     requests = [small.request("x", [1, 2, 3], 2)]
     assert small.drive(core, requests) == small.drive(rig.engine(), requests)

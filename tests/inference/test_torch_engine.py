@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import small_models as small
+from croze.config import EngineOptions
 from croze.errors import CrozeError, EngineFault, UsageError
+from croze.inference.core import EngineCore
 from croze.inference.protocol import Chunk, Request
 from croze.inference.torch_engine import TorchEngine
 from croze.models.device import ComputeThread
@@ -26,7 +28,7 @@ async def serving(
     """An engine that serves "w0" on a compute thread of its own."""
     rig = rig or small.make_rig(ARCH, measured=False)
     thread = ComputeThread(1)
-    engine = TorchEngine(small.EngineCore(rig.weights, small.EngineOptions(**options)), thread)  # type: ignore[arg-type]
+    engine = TorchEngine(EngineCore(rig.weights, EngineOptions(**options)), thread)  # type: ignore[arg-type]
     try:
         await engine.prepare(rig.weights.weights_id, ())
         await engine.commit(rig.weights.weights_id)

@@ -5,17 +5,20 @@ import pytest
 import torch
 
 import small_models as small
+from croze.config import EngineOptions
+from croze.inference.core import EngineCore
 from croze.models.architecture import from_config, read_architecture
 from croze.models.layout import read_tensors
+from croze.models.numerics import Recipe
 from croze.models.weights import ModelWeights
 from croze.types import WeightsId
 from peer_models import CASES, hugging_face, teacher_forced
 
 
-def serve(arch, tensors) -> small.EngineCore:
-    weights = ModelWeights(arch, small.Recipe())
+def serve(arch, tensors) -> EngineCore:
+    weights = ModelWeights(arch, Recipe())
     weights.update(WeightsId("w0"), tensors)
-    core = small.EngineCore(weights, small.EngineOptions())
+    core = EngineCore(weights, EngineOptions())
     core.load(WeightsId("w0"), None)
     return core
 
@@ -36,7 +39,7 @@ def test_greedy_decoding_equals_transformers(name):
     """Through the KV cache, in chunks, with a neighbour: the likeliest token of transformers each time."""
     model = hugging_face(name)
     core = serve(from_config(model.config.to_dict()), model.state_dict().items())
-    core.scheduler.options = small.EngineOptions(prefill_chunk=5)
+    core.scheduler.options = EngineOptions(prefill_chunk=5)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 97, n).astype(np.int32) for n in (38, 3)]
     requests = [

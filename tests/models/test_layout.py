@@ -2,13 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import small_models as small
+from croze.config import EngineOptions
 from croze.errors import ModelError
+from croze.inference.core import EngineCore
 from croze.models.layout import Layout, read_tensors
+from croze.models.numerics import Recipe
 from croze.models.weights import LoraSpec, ModelWeights
 from croze.types import WeightsId
 
@@ -76,9 +80,9 @@ def test_tensors_may_come_in_any_order(name):
     for order in (sorted(tensors), sorted(tensors, reverse=True)):
         weights = ModelWeights(arch, RECIPE)
         weights.update(WeightsId("w0"), [(n, tensors[n]) for n in order])
-        core = small.EngineCore(weights, small.EngineOptions())
+        core = EngineCore(weights, EngineOptions())
         core.load(WeightsId("w0"), None)
-        prompt, suffix = small.np.array(ids, "int32"), small.np.arange(9, dtype="int32")
+        prompt, suffix = np.array(ids, "int32"), np.arange(9, dtype="int32")
         assert (core.score(prompt, suffix, 1.0) == reference.score(prompt, suffix, 1.0)).all()
 
 
@@ -87,11 +91,11 @@ def test_weights_are_copies(packed):
     """A trainer that goes on must not change what an engine serves."""
     arch = ARCHS["qwen2"]
     tensors = small.random_tensors(arch)
-    weights = ModelWeights(arch, small.Recipe(packed=packed and RECIPE.packed))
+    weights = ModelWeights(arch, Recipe(packed=packed and RECIPE.packed))
     weights.update(WeightsId("w0"), tensors.items())
-    core = small.EngineCore(weights, small.EngineOptions())
+    core = EngineCore(weights, EngineOptions())
     core.load(WeightsId("w0"), None)
-    prompt, suffix = small.np.array([1, 2], "int32"), small.np.arange(9, dtype="int32")
+    prompt, suffix = np.array([1, 2], "int32"), np.arange(9, dtype="int32")
     before = core.score(prompt, suffix, 1.0)
     for tensor in tensors.values():
         tensor.fill_(float("nan"))
@@ -109,7 +113,7 @@ def test_exported_tensors_are_copies():
 def test_an_adapter_must_come_whole_and_may_come_alone():
     arch, lora = ARCHS["qwen2"], LoraSpec(rank=2, scale=1.0, targets=("q_proj", "up_proj"))
     rig = small.make_rig(arch, lora=lora, measured=False)
-    prompt, suffix = small.np.array([1, 2], "int32"), small.np.arange(9, dtype="int32")
+    prompt, suffix = np.array([1, 2], "int32"), np.arange(9, dtype="int32")
     before = rig.engine().score(prompt, suffix, 1.0)
     adapter, base = dict(rig.trainer.export()), dict(rig.trainer.frozen())
     rig.weights.update(WeightsId("w1"), adapter.items())

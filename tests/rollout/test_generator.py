@@ -8,8 +8,9 @@ from test_session import Words
 
 import small_models as small
 from croze.clock import RealClock
-from croze.config import Sampling
+from croze.config import EngineOptions, Sampling
 from croze.errors import TasksError
+from croze.inference.core import EngineCore
 from croze.inference.torch_engine import TorchEngine
 from croze.models.device import ComputeThread
 from croze.rollout.groups import Attempt, Generator
@@ -27,7 +28,7 @@ def roll_out(count: int, prompt: str = PROMPT, **sampling: object) -> tuple[list
 
     async def scenario() -> list[Rollout]:
         thread = ComputeThread(1)
-        engine = TorchEngine(small.EngineCore(rig.weights, small.EngineOptions(), Words()), thread)
+        engine = TorchEngine(EngineCore(rig.weights, EngineOptions(), Words()), thread)
         try:
             await engine.prepare(rig.weights.weights_id, ())
             await engine.commit(rig.weights.weights_id)

@@ -105,7 +105,7 @@ def test_tokens_after_the_end_are_a_fault():
 class Words:
     """Token i reads "w<i> "; 0 is a special token."""
 
-    eos_ids = (0,)
+    eos_ids: tuple[int, ...] = (0,)
     vocab_size = 100
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:

@@ -24,7 +24,7 @@ def pair(name: str, targets: tuple[str, ...], rank: int = 4):
     twin = type(base)(base.config).float().eval()
     twin.load_state_dict(base.state_dict())
     peer = get_peft_model(
-        twin, LoraConfig(r=rank, lora_alpha=rank * 1.5, target_modules=list(targets), lora_dropout=0.0)
+        twin, LoraConfig(r=rank, lora_alpha=rank * 3 // 2, target_modules=list(targets), lora_dropout=0.0)
     ).eval()
     own = small.make_rig(
         from_config(config),
