@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -189,6 +190,42 @@ SECTIONS: dict[str, type] = {
     "sync": SyncOptions,
     "trace": TraceOptions,
 }
+
+
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**63 - 1),
+    "steps": (0, math.inf),
+    "group_size": (1, math.inf),
+    "groups_per_step": (1, math.inf),
+    "sampling.temperature": (0, math.inf),
+    "sampling.top_p": (1e-6, 1),
+    "sampling.top_k": (0, math.inf),
+    "sampling.max_tokens": (1, math.inf),
+    "optim.lr": (0, math.inf),
+    "optim.warmup_steps": (0, math.inf),
+    "optim.clip": (0, math.inf),
+    "optim.minibatches": (1, math.inf),
+    "optim.tokens_per_microbatch": (1, math.inf),
+    "lora.rank": (0, math.inf),
+    "engine.threads": (0, 1024),
+    "engine.kv_memory_mib": (1, math.inf),
+    "engine.max_rows": (1, math.inf),
+    "engine.prefill_chunk": (1, math.inf),
+    "loop.eval_every": (0, math.inf),
+    "loop.eval_tasks": (0, math.inf),
+    "loop.retries": (0, math.inf),
+    "reward.timeout_s": (1e-3, math.inf),
+    "reward.concurrency": (1, math.inf),
+}
+"""Least and greatest value of a key, both allowed."""
+
+
+def check_range(key: str, value: Any) -> None:
+    """Hold a number to its key's range; nan is in none."""
+    low, high = RANGES.get(key, (-math.inf, math.inf))
+    if key in RANGES and not low <= value <= high:
+        wanted = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+        raise ConfigError(f"{key} must be {wanted}, got {value}", where=key)
 
 
 def parse_words(words: Iterable[str]) -> dict[str, str]:

@@ -82,9 +82,8 @@ class Run:
             if not isinstance(value, cls):
                 raise ConfigError(f"{section} wants cz.{cls.__name__}(...), got {value!r}", where="Run")
             config.check_types(section, value)
-        for key, low in (("steps", 0), ("group_size", 1), ("groups_per_step", 1)):
-            if getattr(self, key) < low:
-                raise ConfigError(f"{key} must be at least {low}, got {getattr(self, key)}", where="Run")
+        for key, value in self.keys().items():
+            config.check_range(key, value)
 
     def keys(self) -> dict[str, Any]:
         """Every key with its value, dotted: what ``config.json`` and ``check`` show."""

@@ -94,7 +94,7 @@ def test_an_error_of_croze_keeps_its_kind_and_gains_a_line(write):
     path = write("import croze as cz\n\nrun = cz.Run(model='m', tasks=[], reward=print, steps=-1)\n")
     with pytest.raises(ConfigError) as caught:
         load_run(path)
-    assert caught.value.where == f"{path}:3 (Run)"
+    assert caught.value.where == f"{path}:3 (steps)"
 
 
 def test_text_that_is_not_utf8_is_an_error(tmp_path):

@@ -87,9 +87,9 @@ def test_frozen_tensors_belong_to_every_id():
     assert Identity((frozen | {"a": TENSORS["a"] + 1}).items()).of(rest.items()) != BASE
 
 
-def test_the_quantisation_counts():
-    assert identity(TENSORS, quantisation="int8") != BASE
-    assert identity(TENSORS, quantisation="int8") != identity(TENSORS, quantisation="int4")
+def test_the_recipe_counts():
+    assert identity(TENSORS, recipe="int8") != BASE
+    assert identity(TENSORS, recipe="int8") != identity(TENSORS, recipe="int4")
 
 
 def test_two_trainers_that_reach_the_same_weights_have_the_same_id():

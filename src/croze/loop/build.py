@@ -90,6 +90,11 @@ def read_weights(run: Run, model: Model) -> ModelWeights:
     return model.thread.run_now(load)
 
 
+def weights_recipe(run: Run) -> str:
+    """What, beside the tensors, says which weights they are."""
+    return f"lora scale {run.lora.alpha / run.lora.rank:g}" if run.lora.rank else ""
+
+
 def build_engine(run: Run, model: Model, weights: ModelWeights) -> TorchEngine:
     """An engine over ``weights``, which a trainer of this process may share."""
     return TorchEngine(EngineCore(weights, run.engine, model.tokenizer), model.thread)

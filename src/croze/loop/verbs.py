@@ -96,7 +96,7 @@ async def _train(run: Run, source, held_out, algorithm, listen: OnEvent) -> Resu
                 algorithm=algorithm,
                 collector=collector,
                 evaluation=Evaluation(held_out, apart, judge) if held_out else None,
-                identity=Identity(trainer.frozen()),
+                identity=Identity(trainer.frozen(), build.weights_recipe(run)),
                 thread=model.thread,
                 ledger=ledger,
                 recorder=recorder,

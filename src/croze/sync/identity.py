@@ -13,17 +13,18 @@ from croze.types import WeightsId
 class Identity:
     """Computes weights ids of one model: a hash over (name, dtype, shape, content digest) of every tensor.
 
-    ``frozen`` tensors are digested once and belong to every id. ``quantisation`` names the recipe, "" for none.
+    ``frozen`` tensors are digested once and belong to every id. ``recipe`` names what turns
+    tensors into weights: a quantisation, an adapter's scale; "" for none.
     """
 
-    def __init__(self, frozen: Iterable[tuple[str, torch.Tensor]] = (), quantisation: str = "") -> None:
+    def __init__(self, frozen: Iterable[tuple[str, torch.Tensor]] = (), recipe: str = "") -> None:
         self._frozen = [_line(name, tensor) for name, tensor in frozen]
-        self._quantisation = quantisation
+        self._recipe = recipe
 
     def of(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> WeightsId:
         """Hex of 32 bytes. Independent of the order of ``tensors``."""
         lines = sorted([*self._frozen, *(_line(name, tensor) for name, tensor in tensors)])
-        whole = blake3.blake3(f"croze-weights-1 {self._quantisation}\n".encode())
+        whole = blake3.blake3(f"croze-weights-1 {self._recipe}\n".encode())
         for line in lines:
             whole.update(line.encode())
         return WeightsId(whole.hexdigest())

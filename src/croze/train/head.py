@@ -8,7 +8,7 @@ from croze.models.transformer import Forward, log_of, probabilities
 from croze.models.weights import ModelWeights
 from croze.train.parameters import Parameters
 
-CHUNK = 64
+CHUNK = 128
 """Rows of logits computed at a time."""
 KEEP_BYTES = 192 << 20
 """Probabilities kept between the two passes; beyond this they are computed again."""

@@ -55,11 +55,13 @@ class Parameters:
 
     def add_product(self, key: str, left: torch.Tensor, right: torch.Tensor) -> None:
         """grad[key] += left @ right, in fp32 where the factors are."""
-        grad = self.grad(key)
-        if left.dtype == torch.float32:
-            grad.addmm_(left, right)
+        if key not in self.grads:
+            # the first product makes the buffer: zeroing and reading 0.5 GB of it first would cost more
+            self.grads[key] = (left @ right).float()
+        elif left.dtype == torch.float32:
+            self.grads[key].addmm_(left, right)
         else:
-            grad.add_(left @ right)
+            self.grads[key].add_(left @ right)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What training changes, copied, in the published dtype: canonical names, or peft's for an adapter."""

@@ -65,7 +65,7 @@ def _adapter_config(spec: LoraSpec, files: ModelFiles) -> dict:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": files.name,
+        "base_model_name_or_path": files.name if "/" in files.name else str(files.path),
         "r": spec.rank,
         "lora_alpha": spec.scale * spec.rank,
         "lora_dropout": 0.0,
