@@ -121,7 +121,8 @@ class Controller:
 
     def commit(self, collected: Collected, learned: Learned, weights_id: WeightsId) -> None:
         """The step is trained: settle its rollouts in the ledger and hold the account to its identity."""
-        settled = self.collector.decisions.on(Committed(step=collected.step))
+        untrained = frozenset(g.id for g in collected.groups) - learned_groups(learned.batches)
+        settled = self.collector.decisions.on(Committed(step=collected.step, untrained=untrained))
         states: dict[str, Final] = {a.key.rollout_id: a.state for a in settled if isinstance(a, Settled)}
         scores = valid_scores(collected.rollouts)
         self.ledger.settle(
@@ -207,6 +208,7 @@ def valid_scores(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 def learned_groups(batches: Sequence[Batch]) -> set[str]:
+    """Ids of the groups that have a sample in the loss."""
     return {s.group_id for b in batches for s in b.samples}
 
 

@@ -81,9 +81,11 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """The step whose batch ``StepDone`` gave is trained."""
+    """The step whose batch ``StepDone`` gave is trained; of it, the groups ``untrained`` (ids) had nothing to
+    teach and were left out of the loss."""
 
     step: int
+    untrained: frozenset[str] = frozenset()
 
 
 Event = Ended | Cancelled | Committed
@@ -270,7 +272,7 @@ class Decisions:
     def on(self, event: Event) -> tuple[Action, ...]:
         """What follows from ``event``; nothing, when its attempt has ended before."""
         if isinstance(event, Committed):
-            return self._commit(event.step)
+            return self._commit(event)
         step = self._account.running.get(event.key)
         if step is None:
             return ()
@@ -318,11 +320,15 @@ class Decisions:
         complete = self._batching.group(done)
         return (done,) if complete is None else (done, complete)
 
-    def _commit(self, step: int) -> tuple[Action, ...]:
-        groups = self._batching.take(step)
-        self._admission.commit(step)
-        return tuple(
-            self._account.settle(key, "trained" if group.kept else "filtered", group.reason)
-            for group in sorted(groups, key=lambda g: g.group)
-            for key in group.members
-        )
+    def _commit(self, event: Committed) -> tuple[Action, ...]:
+        groups = self._batching.take(event.step)
+        self._admission.commit(event.step)
+        settled = []
+        for group in sorted(groups, key=lambda g: g.group):
+            for key in group.members:
+                if group.kept and key.group_id not in event.untrained:
+                    settled.append(self._account.settle(key, "trained"))
+                else:
+                    reason = group.reason or "no advantage"
+                    settled.append(self._account.settle(key, "filtered", reason))
+        return tuple(settled)
