@@ -35,7 +35,8 @@ def test_tiny_calc_learns(tmp_path: Path) -> None:
     ledger = SqliteLedger(tmp_path / "run" / "ledger.sqlite")
     counts, commits = ledger.counts(), ledger.steps()
     ledger.close()
-    assert counts.dispatched == 32 * 64 and counts.in_flight == 0
+    assert counts.dispatched == 32 * 64 == counts.trained + counts.filtered
+    assert counts.trained == 8 * sum(e["groups_trained"] for e in steps) < counts.dispatched
     assert [c.weights_id for c in commits] == [e["weights_id"] for e in steps]
     assert len({e["weights_id"] for e in steps}) == len(steps), "every step makes other weights"
 

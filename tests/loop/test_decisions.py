@@ -253,3 +253,18 @@ TestAnyInterleaving = AnyInterleaving.TestCase
 TestAnyInterleaving.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_groups_left_out_of_the_loss_end_as_filtered():
+    decisions = Decisions(groups_per_step=2, group_size=2, retries=0)
+    for dispatch in decisions.open():
+        decisions.on(Ended(key=dispatch.key))
+    settled = decisions.on(Committed(step=1, untrained=frozenset({"g1"})))
+    assert [(a.key.group, a.state) for a in settled] == [
+        (0, "trained"),
+        (0, "trained"),
+        (1, "filtered"),
+        (1, "filtered"),
+    ]
+    counts = decisions.counts()
+    assert (counts.trained, counts.filtered, counts.in_flight) == (2, 2, 0)

@@ -58,7 +58,12 @@ class KVCache:
         return self._bytes(1, self.recipe.pad(prompt_len), slots, self.recipe.pad(suffix_len))
 
     def reserve(self, prompts: int, prompt_len: int, slots: int, suffix_len: int) -> None:
-        """Grow the pools to at least this size, one layer at a time; contents stay."""
+        """Grow the pools to at least this size, one layer at a time; contents stay. A pool that must grow doubles
+        where the cap allows, so that arrivals one by one do not copy it again and again."""
+        more_prompts = max(prompts, 2 * self.prompts) if prompts > self.prompts else prompts
+        more_slots = max(slots, 2 * self.slots) if slots > self.slots else slots
+        if self.fits(more_prompts, prompt_len, more_slots, suffix_len):
+            prompts, slots = more_prompts, more_slots
         prompt_len, suffix_len = self.recipe.pad(prompt_len), self.recipe.pad(suffix_len)
         new_prompts = (max(prompts, self.prompts), max(prompt_len, self.prompt_len))
         if new_prompts != (self.prompts, self.prompt_len):
