@@ -16,7 +16,7 @@ import runpy
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,9 +90,12 @@ def trl_side(model: Path, dtype: str, steps: int, microbatch: int, checkpointing
     return summary(name, measured, how, share)
 
 
-def problems() -> Iterable[dict[str, Any]]:
-    """The example's own tasks, in the order croze takes them."""
-    return runpy.run_path(str(EXAMPLE))["problems"](0)
+def problems() -> Iterator[dict[str, Any]]:
+    """The example's rows in the order in which croze trains on them."""
+    from croze.env.tasks import as_tasks
+
+    tasks = as_tasks(runpy.run_path(str(EXAMPLE))["run"].tasks)
+    return ({"prompt": task.prompt, **task.columns} for task in tasks.stream(0))
 
 
 def croze_side(share_prompt: bool, steps: int = 6, skip: bool = True, parsed: bool = False) -> Side:

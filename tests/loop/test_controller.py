@@ -1,0 +1,101 @@
+"""The loop with a real model, a real reward process and real faults: nothing lost, no fault scored."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from croze.cli.load import load_run
+from croze.errors import UsageError
+from croze.loop.ledger import SqliteLedger
+from croze.loop.verbs import train
+
+TASK = """
+import os
+import croze as cz
+from croze.reward.expression import evaluate
+
+TASKS = [{{"prompt": f"add {{a}} and {{b}}, times 3=", "answer": str((a + b) * 3), "n": n}}
+         for n, (a, b) in enumerate([(2, 3), (4, 5), (6, 7), (8, 9), (3, 8), (5, 9), (7, 4), (9, 2)])]
+
+{reward}
+
+run = cz.Run(model="tiny-calc", tasks=TASKS, reward=judged, steps={steps}, groups_per_step=4, group_size=4,
+             sampling=cz.Sampling(max_tokens=12), optim=cz.Optim(lr=3e-4), engine=cz.EngineOptions(threads=1),
+             loop=cz.LoopOptions(retries=1), reward_options=cz.RewardOptions(timeout_s=3.0))
+"""
+SCORED = "1.0 if str(evaluate(reply)) == answer else 0.1 * (evaluate(reply) is not None)"
+FAULTY = {
+    "raises": f"def judged(reply, answer, n):\n    assert n != 2, 'the judge broke'\n    return {SCORED}",
+    "dies": f"def judged(reply, answer, n):\n    if n == 2: os._exit(9)\n    return {SCORED}",
+    "not a number": f"def judged(reply, answer, n):\n    return float('nan') if n == 2 else {SCORED}",
+}
+
+
+def run_of(tmp_path: Path, reward: str, steps: int = 2, **words: str):
+    file = tmp_path / "task.py"
+    file.write_text(TASK.format(reward=reward, steps=steps))
+    return load_run(file).override({"run.dir": str(tmp_path / "run"), **words})
+
+
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_fault_of_the_reward_is_retried_then_leaves_the_statistics(fault: str, tmp_path: Path) -> None:
+    events: list[dict] = []
+    train(run_of(tmp_path, FAULTY[fault]), on_event=events.append)
+
+    steps = [e for e in events if e["event"] == "step"]
+    ledger = SqliteLedger(tmp_path / "run" / "ledger.sqlite")
+    counts, rows = ledger.counts(), ledger.rollouts()
+    ledger.close()
+    # eight tasks over two steps: one task's four rollouts fail, are tried once more, and fail again
+    assert counts.dispatched == 2 * 16 + 4 and counts.failed == 8 and counts.in_flight == 0
+    assert sum(e["infra_faults"] for e in steps) == 8
+    failed = [r for r in rows if r.state == "failed"]
+    assert len({(r.group_id, r.member) for r in failed}) == 4 and {r.attempt for r in failed} == {0, 1}
+    assert all(r.score is None for r in failed), "no fault is ever a reward"
+    assert not any(r.state == "trained" and r.group_id == failed[0].group_id for r in rows)
+    assert [e["valid"] for e in steps].count(1.0) == 1
+    told = [json.loads(line) for line in (tmp_path / "run" / "faults.jsonl").read_text().splitlines()]
+    assert len(told) == 8 and {t["fault"] for t in told} <= {"infra", "unknown"}
+    assert all(t["message"] for t in told)
+
+
+def test_a_step_without_any_valid_rollout_changes_no_weight(tmp_path: Path) -> None:
+    events: list[dict] = []
+    train(run_of(tmp_path, "def judged(reply):\n    raise RuntimeError('always')"), on_event=events.append)
+    steps = [e for e in events if e["event"] == "step"]
+    assert [e["valid"] for e in steps] == [0.0, 0.0] and [e["reward_mean"] for e in steps] == [None, None]
+    assert len({e["weights_id"] for e in steps}) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"lora.rank": "4"},
+        {"algo.name": "rloo"},
+        {"algo.name": "reinforce++"},
+        {"algo.name": "gspo", "algo.normalizer": "sequence"},
+        {"algo.name": "cispo", "optim.minibatches": "2"},
+        {"algo.kl": "0.01", "algo.entropy": "0.001"},
+        {"algo.anchor": "recomputed", "algo.importance": "truncate", "sampling.temperature": "0.8"},
+        {"optim.checkpointing": "true", "optim.tokens_per_microbatch": "64"},
+        {"optim.share_prompt": "false", "optim.schedule": "cosine", "optim.warmup_steps": "1"},
+        {"sync.dtype": "float32", "lora.rank": "2", "algo.kl": "0.01"},
+    ],
+    ids=lambda words: ",".join(words),
+)
+def test_every_way_to_train_runs_and_stays_exact(words: dict[str, str], tmp_path: Path) -> None:
+    events: list[dict] = []
+    reward = f"def judged(reply, answer):\n    return {SCORED}"
+    result = train(run_of(tmp_path, reward, **words), on_event=events.append)
+    steps = [e for e in events if e["event"] == "step"]
+    assert {e["max_logprob_gap"] for e in steps} <= {0.0, None}
+    assert any(e["grad_norm"] for e in steps) and result.model_dir.is_dir()
+    assert len({e["weights_id"] for e in steps}) == 2
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    declared = run_of(tmp_path, f"def judged(reply, answer):\n    return {SCORED}", steps=1)
+    train(declared)
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(declared)
