@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
-from croze.cli.load import load_run
-from croze.loop.verbs import train
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does; read when torch is loaded
+
+from croze.cli.load import load_run  # noqa: E402
+from croze.loop.verbs import train  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "calc.py"
 STEPS, EVAL_TASKS, MEAN_OF = 16, 32, 5
