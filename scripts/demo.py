@@ -8,8 +8,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does; read when torch is loaded
 
-from croze.cli.load import load_run  # noqa: E402
-from croze.loop.verbs import train  # noqa: E402
+from croze.cli.load import load_run
+from croze.loop.verbs import train
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "calc.py"
 STEPS, EVAL_TASKS, MEAN_OF = 16, 32, 5
