@@ -102,7 +102,6 @@ def test_a_stop_string_in_the_prompt_or_an_earlier_turn_does_not_count(rig):
         ({"prompt": [1], "suffixes": [[999]]}, "token id 999"),
         ({"prompt": [1], "siblings": 0}, "at least one sibling"),
         ({"prompt": [1], "siblings": 2, "suffixes": [[1]]}, "1 suffixes for 2 siblings"),
-        ({"prompt": [1], "siblings": 9}, "engine.max_rows=8"),
         ({"prompt": [1], "keys": (-1,)}, "64-bit"),
         ({"prompt": [1], "keys": (1 << 64,)}, "64-bit"),
         ({"prompt": [1], "seed": -1}, "64-bit"),
@@ -124,7 +123,17 @@ def test_what_can_never_run_is_refused_at_once(rig, fields, words):
     assert len(small.drive(core, [])) == 3  # nobody else is disturbed
 
 
-def test_a_group_that_no_memory_can_hold_is_refused_with_a_way_out():
+def test_a_group_larger_than_what_fits_enters_in_parts(rig):
+    whole = small.drive(rig.engine(), [small.request("g", range(20), 9, max_tokens=12)])
+    core = rig.engine(max_rows=4)
+    assert small.drive(core, [small.request("g", range(20), 9, max_tokens=12)]) == whole
+    core.submit(small.request("g", range(20), 9, max_tokens=12))
+    core.step()
+    ended = core.abort("g")
+    assert sorted(c.sibling for c in ended if c.finish == "aborted") == list(range(9)) and not core.busy
+
+
+def test_a_rollout_that_no_memory_can_hold_is_refused_with_a_way_out():
     arch = small.architecture(layers=8, kv_heads=4, head_dim=64, context=4096)
     core = small.make_rig(arch, measured=False).engine(kv_memory_mib=8)
     with pytest.raises(UsageError, match="MiB of KV memory") as refusal:

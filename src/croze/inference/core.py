@@ -136,23 +136,24 @@ class EngineCore:
     @torch.inference_mode()
     def abort(self, request_id: str) -> list[Chunk]:
         """End a request's siblings now; what is queued is forgotten."""
-        for request in [r for r in self.scheduler.waiting if r.id == request_id]:
-            self.scheduler.waiting.remove(request)
-            return [
-                Chunk(
-                    request_id=request_id,
-                    sibling=i,
-                    ids_T=np.empty(0, np.int32),
-                    logprobs_T=np.empty(0, np.float32),
-                    weights_id=self.weights_id,
-                    finish="aborted",
-                )
-                for i in range(len(request.keys))
-            ]
+        queued = [a for a in self.scheduler.waiting if a.id == request_id]
+        for arrival in queued:
+            self.scheduler.waiting.remove(arrival)
         for s in self.scheduler.live:
             if s.request.id == request_id:
                 s.finish = "aborted"
-        return self._collect()
+        return [self._nothing(request_id, i) for a in queued for i in a.siblings] + self._collect()
+
+    def _nothing(self, request_id: str, sibling: int) -> Chunk:
+        """The end of a sibling that never started."""
+        return Chunk(
+            request_id=request_id,
+            sibling=sibling,
+            ids_T=np.empty(0, np.int32),
+            logprobs_T=np.empty(0, np.float32),
+            weights_id=self.weights_id,
+            finish="aborted",
+        )
 
     def reset(self) -> None:
         """Forget every request: after an error in a step, what is in KV memory is not known."""

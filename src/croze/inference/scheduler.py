@@ -75,6 +75,18 @@ class Sequence:
         return self.prompt.ready and self.pending == 0 and len(self.suffix) > self.first
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Siblings of a request that enter together: all of them where memory can hold them."""
+
+    request: Request
+    siblings: range
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+
 @dataclass(slots=True)
 class Step:
     """One forward: decoding rows, chunks, and which sequences get a token from which row of the flat batch."""
@@ -88,7 +100,8 @@ class Step:
 
 
 class Scheduler:
-    """Requests in order of arrival. A group enters whole, once its siblings and its KV memory have room.
+    """Requests in order of arrival. A group enters whole, once its siblings and its KV memory have room; one too
+    large ever to fit whole enters in parts, one after the other.
 
     Slots 0..len(live)-1 are the live sequences; those that decode come first. A leaver's place is taken by the
     last, so that slots, and rows of prompts, stay dense.
@@ -96,7 +109,7 @@ class Scheduler:
 
     def __init__(self, cache: KVCache, options: EngineOptions, context: int) -> None:
         self.cache, self.options, self.context = cache, options, context
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Arrival] = deque()
         self.live: list[Sequence] = []
         self.prompts: list[Prompt] = []
 
@@ -122,21 +135,25 @@ class Scheduler:
                 where=f"request {request.id}",
                 fix="shorten the prompt or choose a model with a longer context",
             )
-        if count > self.options.max_rows:
+        at_once = self._largest_part(request)
+        if at_once == 0:
+            needed = self.cache.smallest(prompt, 1, self._suffix_room(request))
             raise UsageError(
-                f"a group of {count} exceeds engine.max_rows={self.options.max_rows}",
-                where=f"request {request.id}",
-                fix=f"set engine.max_rows={count} or lower group_size",
-            )
-        needed = self.cache.smallest(prompt, count, self._suffix_room(request))
-        if needed > self.cache.limit_bytes:
-            raise UsageError(
-                f"one group needs {needed >> 20} MiB of KV memory, engine.kv_memory_mib is "
+                f"one rollout needs {needed >> 20} MiB of KV memory, engine.kv_memory_mib is "
                 f"{self.cache.limit_bytes >> 20}",
                 where=f"request {request.id}",
-                fix="raise engine.kv_memory_mib, or lower group_size or sampling.max_tokens",
+                fix="raise engine.kv_memory_mib, or lower sampling.max_tokens",
             )
-        self.waiting.append(request)
+        for start in range(0, count, at_once):
+            self.waiting.append(Arrival(request, range(start, min(start + at_once, count))))
+
+    def _largest_part(self, request: Request) -> int:
+        """How many siblings of ``request`` can be live at once when nothing else is."""
+        prompt, room = len(request.prompt_P), self._suffix_room(request)
+        count = min(len(request.keys), self.options.max_rows)
+        while count and self.cache.smallest(prompt, count, room) > self.cache.limit_bytes:
+            count -= 1
+        return count
 
     def _suffix_room(self, request: Request) -> int:
         longest = max((len(s) for s in request.suffixes), default=0)
@@ -146,16 +163,16 @@ class Scheduler:
         while self.waiting and self._make_room(self.waiting[0]):
             self._enter(self.waiting.popleft())
 
-    def _make_room(self, request: Request) -> bool:
-        """Reserve what ``request`` needs, where there is room for it."""
-        count = len(request.keys)
+    def _make_room(self, arrival: Arrival) -> bool:
+        """Reserve what ``arrival`` needs, where there is room for it."""
+        count = len(arrival.siblings)
         if len(self.live) + count > self.options.max_rows:
             return False
         need = (
             len(self.prompts) + 1,
-            len(request.prompt_P),
+            len(arrival.request.prompt_P),
             len(self.live) + count,
-            self._suffix_room(request),
+            self._suffix_room(arrival.request),
         )
         if not self.cache.fits(*need) and not self.live:
             self.cache.clear()
@@ -164,10 +181,11 @@ class Scheduler:
         self.cache.reserve(*need)
         return True
 
-    def _enter(self, request: Request) -> None:
-        prompt = Prompt(request, len(self.prompts), request.prompt_P.tolist(), alive=len(request.keys))
+    def _enter(self, arrival: Arrival) -> None:
+        request = arrival.request
+        prompt = Prompt(request, len(self.prompts), request.prompt_P.tolist(), alive=len(arrival.siblings))
         self.prompts.append(prompt)
-        for sibling in range(len(request.keys)):
+        for sibling in arrival.siblings:
             given = request.suffixes[sibling].tolist() if request.suffixes else []
             left = self.context - len(prompt.ids) - len(given)
             most = min(request.params.max_tokens, left)
