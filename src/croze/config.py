@@ -207,6 +207,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.minibatches": (1, math.inf),
     "optim.tokens_per_microbatch": (1, math.inf),
     "lora.rank": (0, math.inf),
+    "lora.alpha": (1e-9, 1e9),
     "engine.threads": (0, 1024),
     "engine.kv_memory_mib": (1, math.inf),
     "engine.max_rows": (1, math.inf),
@@ -216,6 +217,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "loop.retries": (0, math.inf),
     "reward.timeout_s": (1e-3, math.inf),
     "reward.concurrency": (1, math.inf),
+    "sandbox.cpu_s": (1e-3, 100_000),
+    "sandbox.wall_s": (1e-3, 100_000),
+    "sandbox.memory_mib": (16, 1_000_000),  # below, no Python starts
+    "sandbox.pids": (1, 100_000),
+    "sandbox.disk_mib": (1, 1_000_000),
 }
 """Least and greatest value of a key, both allowed."""
 

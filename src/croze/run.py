@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class Run:
     """Tasks per step."""
     dir: str = ""
     """The run folder (key ``run.dir``); empty: runs/NAME-ID."""
+    adapter: str = ""
+    """A trained adapter's folder (peft's format, made with these lora.* options) that ``evaluate`` adds."""
+    overrides: tuple[str, ...] = ()
+    """Keys that were given on the command line."""
     file: str = ""
     """The task file it was loaded from; empty for a Run made in Python."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -84,6 +89,17 @@ class Run:
             config.check_types(section, value)
         for key, value in self.keys().items():
             config.check_range(key, value)
+        if not re.fullmatch(r"[\w.-]{1,100}", self.name) or self.name.startswith("."):
+            raise ConfigError(
+                f"name {self.name!r} cannot name a folder", where="name", fix="use letters, digits, - and _"
+            )
+        odd = [t for t in self.lora.targets if t not in Lora().targets]
+        if odd or not self.lora.targets:
+            raise ConfigError(
+                f"lora.targets does not know {', '.join(odd)}" if odd else "lora.targets is empty",
+                where="lora.targets",
+                fix=f"choose from {', '.join(Lora().targets)}",
+            )
 
     def keys(self) -> dict[str, Any]:
         """Every key with its value, dotted: what ``config.json`` and ``check`` show."""
@@ -115,7 +131,7 @@ class Run:
         for section, changes in nested.items():
             attribute = _FIELD_OF.get(section, section)
             top[attribute] = dataclasses.replace(getattr(self, attribute), **changes)
-        return dataclasses.replace(self, **top)
+        return dataclasses.replace(self, **top, overrides=(*self.overrides, *words))
 
 
 TOP_KEYS: dict[str, str] = {
@@ -142,10 +158,10 @@ def all_keys() -> list[str]:
     return [*TOP_KEYS, *nested]
 
 
-def provenance(run: Run, overrides: Mapping[str, str]) -> dict[str, tuple[Any, Source]]:
+def provenance(run: Run) -> dict[str, tuple[Any, Source]]:
     """Where each key's value came from: the command line, the task file, or the default."""
     defaults = Run(model="default", tasks=(), reward=print).keys()
     return {
-        key: (value, "override" if key in overrides else "default" if value == defaults[key] else "file")
+        key: (value, "override" if key in run.overrides else "default" if value == defaults[key] else "file")
         for key, value in run.keys().items()
     }

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from croze.cli.load import load_run
-from croze.errors import UsageError
+from croze.cli.load import load_folder, load_run
+from croze.errors import RewardFault, UsageError
 from croze.loop.ledger import SqliteLedger
-from croze.loop.verbs import train
+from croze.loop.verbs import evaluate, train
 
 TASK = """
 import os
@@ -60,12 +60,62 @@ def test_a_fault_of_the_reward_is_retried_then_leaves_the_statistics(fault: str,
     assert all(t["message"] for t in told)
 
 
-def test_a_step_without_any_valid_rollout_changes_no_weight(tmp_path: Path) -> None:
+def test_a_reward_that_never_works_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    declared = run_of(tmp_path, "def judged(reply):\n    raise RuntimeError('no judge today')")
+    with pytest.raises(RewardFault, match=r"all .* of step 1 met a fault.*no judge today"):
+        train(declared)
+    ledger = SqliteLedger(tmp_path / "run" / "ledger.sqlite")
+    assert ledger.counts().in_flight == 0 and ledger.counts().trained == 0
+    ledger.close()
+
+
+def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
     events: list[dict] = []
-    train(run_of(tmp_path, "def judged(reply):\n    raise RuntimeError('always')"), on_event=events.append)
-    steps = [e for e in events if e["event"] == "step"]
-    assert [e["valid"] for e in steps] == [0.0, 0.0] and [e["reward_mean"] for e in steps] == [None, None]
-    assert len({e["weights_id"] for e in steps}) == 1
+    train(run_of(tmp_path, "def judged(reply):\n    return 1.0", steps=1), on_event=events.append)
+    (step,) = [e for e in events if e["event"] == "step"]
+    assert step["groups_trained"] == 0 and step["reward_mean"] == 1.0
+    assert [step[name] for name in ("max_logprob_gap", "kl_rollout", "loss")] == [None] * 3
+
+
+def test_an_interrupt_anywhere_leaves_nothing_in_flight(tmp_path: Path) -> None:
+    def interrupt(event: dict) -> None:
+        if event["event"] == "step":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_of(tmp_path, f"def judged(reply, answer):\n    return {SCORED}"), on_event=interrupt)
+    ledger = SqliteLedger(tmp_path / "run" / "ledger.sqlite")
+    counts = ledger.counts()
+    ledger.close()
+    assert counts.in_flight == 0 and counts.trained + counts.filtered == 16
+
+
+def test_an_adapter_is_evaluated_on_its_base(tmp_path: Path) -> None:
+    reward = f"def judged(reply, answer):\n    return {SCORED}"
+    result = train(run_of(tmp_path, reward, **{"lora.rank": "4", "lora.alpha": "8"}))
+    measured = evaluate(load_folder(tmp_path / "run"), tasks=4, samples=2)
+    assert measured["weights_id"] == result.weights_id
+    assert 0 <= measured["low_at_2"] <= measured["pass_at_2"] <= measured["high_at_2"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ({"group_size": "1"}, "group_size"),
+        ({"optim.minibatches": "5"}, "optim.minibatches"),
+        ({"lora.rank": "4", "lora.targets": "foo"}, "lora.targets"),
+        ({"lora.rank": "4", "lora.alpha": "nan"}, "lora.alpha"),
+        ({"name": "../../evil"}, "name"),
+        ({"run.dir": "/proc/no/such"}, "run.dir"),
+        ({"seed": "-1"}, "seed"),
+        ({"sampling.top_p": "0"}, "sampling.top_p"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_could_never_learn_is_refused_before_it_starts(words: dict, key: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as refused:
+        train(run_of(tmp_path, f"def judged(reply, answer):\n    return {SCORED}", **words))
+    assert refused.value.where == key and (refused.value.fix or "must be" in refused.value.message)
 
 
 @pytest.mark.parametrize(

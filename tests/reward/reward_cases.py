@@ -61,7 +61,19 @@ def _loud(reply):
     return 1
 
 
+def _closes_all(_):
+    os.closerange(3, 256)
+    return 1
+
+
+def _closes_and_hangs(_):
+    os.closerange(3, 256)
+    time.sleep(60)
+
+
 ACTS = {
+    "closes": _closes_all,
+    "closes and hangs": _closes_and_hangs,
     "fine": lambda reply: 1.0,
     "slow": lambda reply: time.sleep(0.15) or 1.0,
     "spin": _spin,
@@ -80,6 +92,15 @@ ACTS = {
     "outcome": lambda reply: cz.Outcome(score=2.0, parts={"a": 2.0}),
     "keyboard": lambda reply: (_ for _ in ()).throw(KeyboardInterrupt),
 }
+
+
+async def asks_the_tier(reply, sandbox):
+    result = await sandbox.exec_python("print(1)")
+    return float(result.tier == sandbox.tier and bool(result.driver))
+
+
+def turned(reply):
+    return cz.Outcome(score=1.0, turns=({"a": float(reply)},))
 
 
 async def runs_it(reply, answer, sandbox):
@@ -135,4 +156,9 @@ def outer():
 
 class Holder:
     def method(self, reply):
+        return 1
+
+
+class Callable:
+    def __call__(self, reply):
         return 1

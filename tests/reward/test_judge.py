@@ -1,6 +1,7 @@
 """The judge: scores come back, and whatever a reward does, it never becomes a score it did not give."""
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import reward_cases as cases
 from made import rollout
 
 from croze.config import RewardOptions, SandboxOptions
-from croze.errors import DeclarationError
+from croze.errors import ConfigError, DeclarationError, TasksError
 from croze.reward.judge import Judge
 from croze.reward.math import math_reward
 
@@ -117,6 +118,68 @@ def test_a_reward_that_kills_the_worker_is_found(reward, behave):
     assert 1 <= judge.restarts <= 3
 
 
+@pytest.mark.parametrize("reward", [cases.by_column, cases.by_column_async])
+@pytest.mark.parametrize("behave", ["closes", "closes and hangs"])
+def test_a_reward_that_closes_the_workers_descriptors_is_found_at_once(reward, behave):
+    if reward is cases.by_column_async and behave == "closes and hangs":
+        pytest.skip("a coroutine that blocks the loop is a hang, whatever else it did")
+    began = time.monotonic()
+    outcomes, judge = judged(reward, acts("fine", behave, "fine"), RewardOptions(timeout_s=60, concurrency=4))
+    assert [o.valid for o in outcomes] == [True, False, True] and judge.restarts <= 3
+    assert outcomes[1].fault == "unknown" and "reward worker" in outcomes[1].message
+    assert time.monotonic() - began < 12
+    assert strays() == []
+
+
+def test_a_task_without_a_needed_column_is_a_wrong_declaration_and_no_fault():
+    async def main():
+        async with Judge(cases.right, options=QUICK) as judge:
+            with pytest.raises(TasksError) as info:
+                await judge.judge([rollout(answer="45"), rollout(group="h", anser="45")])
+            return info.value, await judge.judge([rollout(answer="45")])
+
+    error, outcomes = asyncio.run(main())
+    assert "task-h" in error.message and "'answer'" in error.message and "right" in error.message
+    assert error.fix == "did you mean 'anser'?" and error.exit_code == 2 and outcomes[0].score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory_mib", 0),
+        ("memory_mib", 8),
+        ("disk_mib", 600),
+        ("disk_mib", 0),
+        ("pids", 0),
+        ("cpu_s", float("nan")),
+        ("wall_s", float("inf")),
+        ("cpu_s", 0.0),
+    ],
+)
+def test_limits_no_sandbox_could_have_are_refused_before_anything_starts(key, value):
+    with pytest.raises(ConfigError, match=f"sandbox.{key}") as info:
+        Judge(cases.right, sandbox=SandboxOptions(**{key: value}))
+    assert info.value.where == f"sandbox.{key}"
+
+
+def test_options_under_which_no_call_could_be_made_are_refused():
+    with pytest.raises(ConfigError, match=r"reward\.concurrency"):
+        Judge(cases.right, options=RewardOptions(concurrency=0))
+    with pytest.raises(ConfigError, match=r"reward\.timeout_s"):
+        Judge(cases.right, options=RewardOptions(timeout_s=float("nan")))
+
+
+def test_turns_come_back_as_numbers_or_not_at_all():
+    fine, bad = judged(cases.turned, [rollout("2"), rollout("nan", member=1)])[0]
+    assert fine.turns == ({"a": 2.0},)
+    assert (bad.valid, bad.fault) == (False, "infra") and "turn 0" in bad.message
+
+
+def test_the_tier_is_in_every_result():
+    outcomes, _ = judged(cases.asks_the_tier, [rollout()], RewardOptions(timeout_s=20))
+    assert outcomes[0].score == 1.0
+
+
 def test_what_a_reward_started_dies_with_its_worker():
     judged(cases.by_column, acts("orphan"))
     left = subprocess.run(["ps", "-eo", "args="], capture_output=True, text=True, check=True).stdout
@@ -175,12 +238,21 @@ def test_a_lost_sandbox_is_an_infra_fault():
 
 @pytest.mark.parametrize(
     "reward",
-    [lambda reply: 1, cases.outer(), cases.Holder().method, cases.Holder, len, eval("lambda reply: 1")],
+    [
+        lambda reply: 1,
+        cases.outer(),
+        cases.Holder().method,
+        cases.Holder,
+        cases.Callable(),
+        functools.partial(cases.right, answer="4"),
+        len,
+        eval("lambda reply: 1"),
+    ],
 )
 def test_functions_that_cannot_travel_are_refused(reward):
     with pytest.raises(DeclarationError) as info:
         Judge(reward)
-    assert info.value.fix or "signature" in info.value.message
+    assert "name every argument" in info.value.fix or "at the top level of a file" in info.value.fix
 
 
 def from_file(path):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made import rollout
 
-from croze.errors import DeclarationError, RewardFault
+from croze.errors import DeclarationError, RewardFault, TasksError
 from croze.reward import call
 from croze.types import Outcome
 
@@ -130,3 +130,45 @@ def test_batched_values():
     for bad in ([1.0], 1.0, "ab", {"a": 1, "b": 2}, None, [1, float("nan")]):
         with pytest.raises(RewardFault):
             call.outcomes_of(bad, "f", 2)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Outcome(turns=({"a": float("nan")},)),
+        Outcome(turns=({"a": 1.0}, {"b": float("inf")})),
+        Outcome(turns=({"a": "good"},)),
+        Outcome(turns=(3,)),
+        Outcome(turns=3),
+        Outcome(turns=({1: 1.0},)),
+        Outcome(parts={"a": float("nan")}),
+        Outcome(parts={1: 1.0}),
+        Outcome(parts=None),
+        Outcome(score=float("-inf")),
+        Outcome(score="1"),
+        Outcome(valid=1),
+        Outcome(fault="mine"),
+        Outcome(message=b"bytes"),
+    ],
+)
+def test_an_outcome_is_held_to_the_same_as_a_number(bad):
+    with pytest.raises(RewardFault):
+        call.outcome_of(bad, "f")
+
+
+def test_a_sound_outcome_stays_as_it_was():
+    outcome = Outcome(score=1, parts={"a": np.float32(0.5)}, turns=[{"b": 2}], message="m")
+    assert call.outcome_of(outcome, "f") == Outcome(
+        score=1.0, parts={"a": 0.5}, turns=({"b": 2.0},), message="m"
+    )
+
+
+def test_every_task_is_held_to_what_the_reward_needs():
+    spec = spec_of("def f(reply, answer, weight=1): ...")
+    call.check_task(spec, rollout(answer=1).task)
+    with pytest.raises(TasksError, match=r"task-g.*'answer'") as info:
+        call.check_task(spec, rollout(level=1).task)
+    assert "level" in info.value.fix
+    batched = spec_of("def f(prompts, completions, answer): ...")
+    with pytest.raises(TasksError):
+        call.check_task(batched, rollout().task)

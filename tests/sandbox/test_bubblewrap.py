@@ -397,5 +397,5 @@ def test_what_it_cannot_do_says_so(inside):
 def test_limits_are_checked():
     with pytest.raises(ConfigError, match="disk_mib"):
         Limits(memory_mib=64, disk_mib=64)
-    with pytest.raises(ConfigError, match="above 0"):
+    with pytest.raises(ConfigError, match=r"sandbox\.pids must be"):
         Limits(pids=0)

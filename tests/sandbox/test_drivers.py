@@ -31,6 +31,14 @@ def test_unsafe_must_be_allowed():
     assert "allow_unsafe" in info.value.fix
 
 
+def test_the_unsafe_driver_says_so_where_it_is_the_one_in_use(caplog):
+    driver = asyncio.run(open_driver("unsafe", allow_unsafe=True))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("croze.sandbox", "WARNING")
+    assert "WITHOUT isolation" in record.getMessage()
+    asyncio.run(driver.close())
+
+
 WITHOUT = """
 import asyncio, ctypes, sys
 from croze.errors import SandboxUnavailable
@@ -57,6 +65,7 @@ print(driver.name, driver.tier)
 def test_where_mounting_is_forbidden_there_is_a_clear_error_and_only_an_allowed_way_out():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
     assert done.stdout == "unsafe unsafe\n", done.stderr
+    assert done.stderr.count("WITHOUT isolation") == 1, "a program without logging set up hears it too"
 
 
 def on_unsafe(work, limits=None):

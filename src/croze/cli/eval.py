@@ -20,7 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="FILE|RUN", help="a task file or a run folder")
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides")
     parser.add_argument(
-        "--tasks", type=positive, metavar="N", help="held-out tasks (default: loop.eval_tasks)"
+        "--tasks", type=positive, metavar="N", help="held-out tasks (default: loop.eval_tasks, else 64)"
     )
     parser.add_argument("--samples", type=positive, metavar="K", help="rollouts per task (default: 1)")
     parser.add_argument("-q", "--quiet", action="store_true", help="print only the result")
@@ -54,7 +54,8 @@ def describe(result: dict[str, Any]) -> str:
     line = f"pass@1 {number(result['pass_at_1'])} {interval}"
     k = result.get("k", 1)
     if k > 1:
-        line += f"  pass@{k} {number(result[f'pass_at_{k}'])}"
+        interval = f"[{number(result[f'low_at_{k}'])}, {number(result[f'high_at_{k}'])}]"
+        line += f"  pass@{k} {number(result[f'pass_at_{k}'])} {interval}"
     return (
         f"{line}  reward {number(result.get('reward_mean'))}  {result['tasks']} tasks x {result['samples']}"
     )

@@ -64,6 +64,8 @@ def load_folder(folder: Path) -> Run:
     if not models:
         raise DeclarationError("the run has no checkpoint yet", where=where, fix=f"croze eval {file}")
     run = apply_keys(load_run(file), keys)
+    if (models[-1] / "adapter_config.json").exists():
+        return dataclasses.replace(run, adapter=str(models[-1]), dir="")
     return dataclasses.replace(run, model=str(models[-1]), dir="")
 
 

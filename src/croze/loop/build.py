@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +27,7 @@ from croze.models.source import resolve
 from croze.models.tokenizer import load_tokenizer
 from croze.models.weights import ModelWeights
 from croze.rollout.groups import Generator
-from croze.run import Run
+from croze.run import Run, provenance
 from croze.sync.identity import Identity
 from croze.train.protocol import Algorithm
 from croze.train.trainer import TorchTrainer, lora_spec
@@ -77,14 +78,18 @@ def build_trainer(run: Run, model: Model, algorithm: Algorithm) -> TorchTrainer:
 
 
 def read_weights(run: Run, model: Model) -> ModelWeights:
-    """A model's weights to serve, in the published dtype, under their content id."""
+    """A model's weights to serve, in the published dtype, under their content id; with a trained adapter's."""
     dtype = getattr(torch, run.sync.dtype)
+    adapter = Path(run.adapter) if run.adapter else None
 
     def load() -> ModelWeights:
-        weights = ModelWeights(model.arch, model.recipe)
-        path = model.files.path
-        tensors = [(n, t.to(dtype)) for n, t in weights.layout.checked(read_tensors(path), str(path))]
-        weights.update(Identity().of(tensors), tensors)
+        weights = ModelWeights(model.arch, model.recipe, lora_spec(run.lora) if adapter else None)
+        base = weights.layout.checked(read_tensors(model.files.path), str(model.files.path))
+        tensors = [(name, tensor.to(dtype)) for name, tensor in base]
+        if adapter is not None:
+            tensors += [(name, tensor.to(dtype)) for name, tensor in read_tensors(adapter)]
+        recipe = weights_recipe(run) if adapter else ""
+        weights.update(Identity(recipe=recipe).of(tensors), tensors)
         return weights
 
     return model.thread.run_now(load)
@@ -125,23 +130,38 @@ def held_out(run: Run, count: int) -> tuple[TaskSource, list[Task]]:
 
 
 def make_folder(run: Run) -> Run:
-    """The run with its folder made; a folder that already holds a run is refused."""
+    """The run with its folder made and claimed: config.json is created in it, and only one run can do that."""
     folder = Path(run.dir) if run.dir else Path("runs") / f"{run.name}-{secrets.token_hex(3)}"
-    if (folder / "config.json").exists():
+    run = dataclasses.replace(run, dir=str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "config.json").open("xb") as file:
+            file.write(_as_json(declared(run)))
+    except FileExistsError:
         raise UsageError(
             f"{folder} already holds a run",
             where="run.dir",
             fix="choose another run.dir, or remove the folder",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    return dataclasses.replace(run, dir=str(folder))
+        ) from None
+    except OSError as error:
+        raise UsageError(
+            f"the run folder {folder} cannot be made: {error.strerror}",
+            where="run.dir",
+            fix="choose a folder that can be written",
+        ) from None
+    return run
+
+
+def declared(run: Run) -> dict[str, Any]:
+    """The task file, every key with its value, and where each value came from."""
+    sources = {key: source for key, (_, source) in provenance(run).items()}
+    return {"file": run.file, "keys": run.keys(), "sources": sources}
 
 
 def write_config(run: Run, files: ModelFiles, recipe: Recipe) -> None:
-    """config.json: every key with its value, the task file, and what the model and numerics turned out to be."""
+    """config.json again, with what the model and the machine's numerics turned out to be."""
     told = {
-        "file": run.file,
-        "keys": run.keys(),
+        **declared(run),
         "model": {"name": files.name, "path": str(files.path), "source": files.source},
         "numerics": {
             "dtype": str(recipe.dtype).removeprefix("torch."),
@@ -149,5 +169,10 @@ def write_config(run: Run, files: ModelFiles, recipe: Recipe) -> None:
             "note": recipe.note,
         },
     }
-    text = msgspec.json.format(msgspec.json.encode(told), indent=1)
-    (Path(run.dir) / "config.json").write_bytes(text)
+    staging = Path(run.dir) / ".config.json"
+    staging.write_bytes(_as_json(told))
+    staging.rename(Path(run.dir) / "config.json")
+
+
+def _as_json(told: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(told), indent=1)

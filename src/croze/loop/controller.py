@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,29 +10,25 @@ import msgspec
 import numpy as np
 
 from croze.clock import Clock
+from croze.errors import RewardFault
 from croze.inference.protocol import Engine
 from croze.loop.collect import Collected, Collector, cancel
 from croze.loop.decisions import Committed, Final, Settled
 from croze.loop.evaluation import Evaluation
+from croze.loop.figures import Learned, Timing, step_event, valid_scores
 from croze.loop.ledger import Ledger, StepCommit
-from croze.loop.usage import cpu_seconds, resident_mib
+from croze.loop.usage import cpu_seconds, peak_mib
 from croze.models.device import ComputeThread
 from croze.run import Run
 from croze.sync.identity import Identity
 from croze.trace.metrics import JsonLines
 from croze.trace.recorder import Recorder, Span
-from croze.train.protocol import Algorithm, StepStats, Trainer, TrainStats
-from croze.types import Batch, Rollout, Sample, WeightsId
+from croze.train.protocol import Algorithm, Trainer
+from croze.types import Batch, Sample, WeightsId
 
 OnEvent = Callable[[dict[str, Any]], None]
-
-
-class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step's optimizer batches did; ``first`` is the batch before any update: its gap is on-policy."""
-
-    stats: tuple[TrainStats, ...]
-    steps: tuple[StepStats, ...]
-    batches: tuple[Batch, ...]
+EMPTY_STEPS = 3
+"""Steps in a row without any outcome after which a run that once worked ends."""
 
 
 class Controller:
@@ -58,21 +55,43 @@ class Controller:
         self.collector, self.evaluation, self.identity, self.thread = collector, evaluation, identity, thread
         self.ledger, self.recorder, self.metrics = ledger, recorder, metrics
         self.clock, self.on_event = clock, on_event
+        self._empty = 0
 
     async def train(self) -> WeightsId:
         """All steps; returns the id of the last weights."""
-        weights_id, published = await self.publish(step=0, enabler=None)
-        await self.evaluate(step=0)
-        for step in range(1, self.run.steps + 1):
-            started, cpu = self.clock.now(), cpu_seconds()
-            collected = await self.collect(published)
-            learned, trained = await self.learn(collected)
-            weights_id, published = await self.publish(step, enabler=trained)
-            self.commit(collected, learned, weights_id)
-            self.report(collected, learned, weights_id, started, cpu, trained, published)
-            if self._evaluates_after(step):
-                await self.evaluate(step)
-        return weights_id
+        try:
+            weights_id, published = await self.publish(step=0, enabler=None)
+            await self.evaluate(step=0)
+            for step in range(1, self.run.steps + 1):
+                weights_id, published = await self.step(step, published)
+                if self._evaluates_after(step):
+                    await self.evaluate(step)
+            return weights_id
+        except BaseException as error:
+            cancel(self.collector, f"the run ended: {type(error).__name__}")
+            raise
+
+    async def step(self, step: int, published: Span) -> tuple[WeightsId, Span]:
+        """Collect, learn, publish, commit: one step of the run."""
+        started, cpu = self.clock.now(), cpu_seconds()
+        collected = await self.collector.step(published)
+        self.refuse_without_outcomes(collected)
+        learned, trained = await self.learn(collected)
+        weights_id, published = await self.publish(step, enabler=trained)
+        saving = self.clock.now()
+        self.commit(collected, learned, weights_id)
+        timing = Timing(
+            started=started,
+            trained=(trained.t_start, trained.t_end),
+            published=(published.t_start, published.t_end),
+            saved=(saving, self.clock.now()),
+            cpu_s=cpu_seconds() - cpu,
+            peak_mib=peak_mib(),
+        )
+        event = step_event(collected, learned, weights_id, timing)
+        self.metrics.write(event)
+        self.on_event(event)
+        return weights_id, published
 
     async def publish(self, step: int, enabler: Span | None) -> tuple[WeightsId, Span]:
         """Give the trainer's weights an id and have the engine serve them."""
@@ -85,13 +104,21 @@ class Controller:
             await self.engine.resume()
         return weights_id, span
 
-    async def collect(self, published: Span) -> Collected:
-        """The next step's rollouts, judged."""
-        try:
-            return await self.collector.step(published)
-        except BaseException as error:
-            cancel(self.collector, f"the run ended: {type(error).__name__}")
-            raise
+    def refuse_without_outcomes(self, collected: Collected) -> None:
+        """Faults alone teach nothing: end the run if its first step, or EMPTY_STEPS in a row, had no outcome."""
+        if len(collected.rollouts) > collected.infra_faults:
+            self._empty = 0
+            return
+        self._empty += 1
+        if collected.step == 1 or self._empty >= EMPTY_STEPS:
+            told = Counter(r.outcome.message for r in collected.rollouts if r.outcome is not None)
+            message, times = told.most_common(1)[0]
+            raise RewardFault(
+                f"all {len(collected.rollouts)} rollouts of step {collected.step} met a fault, "
+                f"{times} of them: {message}",
+                where="reward",
+                fix=f"see {self.run.dir}/faults.jsonl",
+            )
 
     async def learn(self, collected: Collected) -> tuple[Learned, Span]:
         """Groups to batches, each one forward-backward and one optimizer step."""
@@ -121,7 +148,7 @@ class Controller:
 
     def commit(self, collected: Collected, learned: Learned, weights_id: WeightsId) -> None:
         """The step is trained: settle its rollouts in the ledger and hold the account to its identity."""
-        untrained = frozenset(g.id for g in collected.groups) - learned_groups(learned.batches)
+        untrained = frozenset(g.id for g in collected.groups) - learned.groups
         settled = self.collector.decisions.on(Committed(step=collected.step, untrained=untrained))
         states: dict[str, Final] = {a.key.rollout_id: a.state for a in settled if isinstance(a, Settled)}
         scores = valid_scores(collected.rollouts)
@@ -133,61 +160,11 @@ class Controller:
             ),
             states,
         )
-        self.ledger.counts()
-        self.collector.decisions.counts()
-        advantages = _advantages(learned.batches)
+        self.ledger.counts()  # raises unless all that was dispatched is accounted for
+        advantages = learned.advantages
         for rollout in collected.rollouts:
             self.recorder.rollout(rollout, advantage=advantages.get(rollout.id))
-
-    def report(
-        self,
-        collected: Collected,
-        learned: Learned,
-        weights_id: WeightsId,
-        started: float,
-        cpu: float,
-        trained: Span,
-        published: Span,
-    ) -> None:
-        """One line of figures, to the metrics file and to whoever listens."""
-        first = learned.stats[0] if learned.stats else None
-        scores = valid_scores(collected.rollouts)
-        tokens = sum(r.generated for r in collected.rollouts)
-        spent = cpu_seconds() - cpu
-        saving = self.clock.now()
         self.recorder.flush()
-        event = {
-            "event": "step",
-            "step": collected.step,
-            "reward_mean": float(np.mean(scores)) if scores else None,
-            "reward_std": float(np.std(scores)) if scores else None,
-            "kl_rollout": first.kl_rollout if first else None,
-            "max_logprob_gap": first.max_logprob_gap if first else None,
-            "tokens": tokens,
-            "tokens_per_cpu_s": tokens / spent if spent > 0 else None,
-            "cpu_s": spent,
-            "step_s": self.clock.now() - started,
-            "phase_s": {
-                "generate": collected.generated_at - started,
-                "reward": max(0.0, collected.judged_at - collected.generated_at),
-                "train": trained.t_end - trained.t_start,
-                "sync": published.t_end - published.t_start,
-                "save": self.clock.now() - saving,
-            },
-            "valid": len(scores) / len(collected.rollouts) if collected.rollouts else 0.0,
-            "infra_faults": collected.infra_faults,
-            "groups": self.run.groups_per_step,
-            "groups_trained": len(learned_groups(learned.batches)),
-            "loss": sum(s.loss for s in learned.stats),
-            "grad_norm": learned.steps[0].grad_norm if learned.steps else None,
-            "lr": learned.steps[-1].lr if learned.steps else None,
-            "tokens_computed": sum(s.tokens_computed for s in learned.stats),
-            "reply_tokens_mean": tokens / max(len(collected.rollouts), 1),
-            "rss_mib": resident_mib(),
-            "weights_id": weights_id,
-        }
-        self.metrics.write(event)
-        self.on_event(event)
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.run.loop.eval_every
@@ -200,22 +177,3 @@ class Controller:
         event = {"event": "eval", "step": step, **await self.evaluation.measure(step)}
         self.metrics.write(event)
         self.on_event(event)
-
-
-def valid_scores(rollouts: Sequence[Rollout]) -> list[float]:
-    """Scores of valid rollouts; the others have none."""
-    return [r.outcome.score for r in rollouts if r.outcome is not None and r.outcome.valid]
-
-
-def learned_groups(batches: Sequence[Batch]) -> set[str]:
-    """Ids of the groups that have a sample in the loss."""
-    return {s.group_id for b in batches for s in b.samples}
-
-
-def _advantages(batches: Sequence[Batch]) -> dict[str, float]:
-    found = {}
-    for sample in (s for b in batches for s in b.samples):
-        trained = sample.advantages_S[sample.mask_S]
-        if len(trained):
-            found[sample.rollout_id] = float(trained[0])
-    return found

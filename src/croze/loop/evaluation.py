@@ -24,7 +24,8 @@ class Evaluation:
         self.tasks, self.generator, self.judge, self.samples = tasks, generator, judge, samples
 
     async def measure(self, step: int) -> dict[str, Any]:
-        """reward_mean over valid rollouts; pass_at_1 with its 95 % interval low..high; pass_at_K for K samples.
+        """reward_mean over valid rollouts; pass_at_1 with its 95 % interval low..high; for K samples a task also
+        pass_at_K with low_at_K..high_at_K.
 
         A rollout passes with a score of 1 or more. None where nothing valid was left to measure.
         """
@@ -42,8 +43,9 @@ class Evaluation:
             counts = [(len(o), sum(x.score >= PASS for x in o)) for o in valid if len(o) >= k]
             found = summarize(counts, k) if counts else None
             result[f"pass_at_{k}"] = found.estimate if found else None
-            if k == 1:
-                result |= {"low": found.low if found else None, "high": found.high if found else None}
+            suffix = "" if k == 1 else f"_at_{k}"
+            result[f"low{suffix}"] = found.low if found else None
+            result[f"high{suffix}"] = found.high if found else None
         return result
 
     async def _task(self, index: int, task: Task, step: int) -> list[Outcome]:

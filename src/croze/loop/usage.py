@@ -36,6 +36,6 @@ def _live_cpu_seconds(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
-def resident_mib() -> float:
+def peak_mib() -> float:
     """Peak resident memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

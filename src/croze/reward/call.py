@@ -13,13 +13,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from croze.config import suggest
-from croze.errors import DeclarationError, RewardFault
-from croze.types import Outcome, Rollout
+from croze.errors import DeclarationError, RewardFault, TasksError
+from croze.reward.locate import TOP_LEVEL
+from croze.types import Fault, Outcome, Rollout, Task
 
 RESERVED = ("reply", "rollout", "sandbox", "prompt", "task")
 BATCHED = ("prompts", "completions", "completion_ids")
@@ -50,7 +51,9 @@ def inspect_reward(fn: RewardFunction) -> RewardSpec:
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError) as error:
-        raise DeclarationError(f"the reward's signature cannot be read: {error}", where=where) from error
+        raise DeclarationError(
+            f"the reward's signature cannot be read: {error}", where=where, fix=TOP_LEVEL
+        ) from error
     for p in parameters:
         if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
             raise DeclarationError(
@@ -78,7 +81,7 @@ def inspect_reward(fn: RewardFunction) -> RewardSpec:
 def check_columns(spec: RewardSpec, columns: Iterable[str]) -> None:
     """Hold a reward's arguments against the columns that tasks have. Raises DeclarationError."""
     given = sorted(set(columns))
-    known = {"sandbox", *BATCHED} if spec.batched else set(RESERVED)
+    known = _given_by_croze(spec)
     for name in spec.wants:
         if name in known and name in given and name != "prompt":
             raise DeclarationError(
@@ -94,6 +97,24 @@ def check_columns(spec: RewardSpec, columns: Iterable[str]) -> None:
                 fix=suggest(name, [*given, *sorted(known)])
                 or f"tasks have {', '.join(given) or 'no columns'}; croze gives {', '.join(sorted(known))}",
             )
+
+
+def check_task(spec: RewardSpec, task: Task) -> None:
+    """Hold a reward's arguments against one task: rows need not be alike. Raises TasksError."""
+    known, given = _given_by_croze(spec), sorted(task.columns)
+    for name in spec.needs:
+        if name not in known and name not in task.columns:
+            raise TasksError(
+                f"task {task.id} has no column {name!r}, which the reward {spec.name} needs",
+                where=f"task {task.id}",
+                fix=suggest(name, given)
+                or f"this task has {', '.join(given) or 'no columns'}; give every row a {name!r}, or the"
+                " argument a default",
+            )
+
+
+def _given_by_croze(spec: RewardSpec) -> set[str]:
+    return {"sandbox", *BATCHED} if spec.batched else set(RESERVED)
 
 
 def arguments(spec: RewardSpec, rollout: Rollout, sandbox: Any = None) -> dict[str, Any]:
@@ -134,14 +155,33 @@ def outcome_of(value: Any, name: str) -> Outcome:
     if value is None:
         return Outcome(valid=False, message=f"{name} returned None: not applicable")
     if isinstance(value, Outcome):
-        parts = {k: _number(v, name, f"part {k!r}") for k, v in value.parts.items()}
-        return msgspec.structs.replace(value, score=_number(value.score, name, "the score"), parts=parts)
+        return _checked(value, name)
     if isinstance(value, dict):
-        if not value or not all(isinstance(k, str) for k in value):
+        if not value:
             raise _fault(name, f"returned {value!r}: parts need names")
-        parts = {k: _number(v, name, f"part {k!r}") for k, v in value.items()}
+        parts = _parts(value, name, "part")
         return Outcome(score=_number(sum(parts.values()), name, "the sum of the parts"), parts=parts)
     return Outcome(score=_number(value, name, "the score"))
+
+
+def _checked(outcome: Outcome, name: str) -> Outcome:
+    """An Outcome that user code made: nothing has held its fields to their types yet."""
+    if not isinstance(outcome.valid, bool) or outcome.fault not in get_args(Fault):
+        raise _fault(name, f"Outcome has valid={outcome.valid!r}, fault={outcome.fault!r}")
+    if not isinstance(outcome.message, str) or not isinstance(outcome.turns, tuple | list):
+        raise _fault(name, "Outcome has a message that is no text, or turns that are no tuple")
+    return msgspec.structs.replace(
+        outcome,
+        score=_number(outcome.score, name, "the score"),
+        parts=_parts(outcome.parts, name, "part"),
+        turns=tuple(_parts(t, name, f"turn {i}, part") for i, t in enumerate(outcome.turns)),
+    )
+
+
+def _parts(parts: Any, name: str, what: str) -> dict[str, float]:
+    if not isinstance(parts, dict) or not all(isinstance(k, str) for k in parts):
+        raise _fault(name, f"returned {_short(parts)}: parts are a dict, and need names")
+    return {k: _number(v, name, f"{what} {k!r}") for k, v in parts.items()}
 
 
 def outcomes_of(value: Any, name: str, count: int) -> list[Outcome]:

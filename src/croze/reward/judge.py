@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 
-from croze.config import RewardOptions, SandboxOptions
+from croze.config import RewardOptions, SandboxOptions, check_range
 from croze.errors import CrozeError, RewardFault
-from croze.reward.call import RewardFunction, inspect_reward
+from croze.reward.call import RewardFunction, check_task, inspect_reward
 from croze.reward.desk import Desk
 from croze.reward.locate import locate
 from croze.reward.messages import Call, Ping, Pong, Result, Setup
 from croze.reward.process import Output, WorkerProcess
+from croze.sandbox.protocol import Limits
 from croze.types import Outcome, Rollout
 
 _PING_S = 1.0
@@ -62,7 +63,8 @@ class Judge:
     """``async with Judge(reward, options=..., sandbox=...) as judge: await judge.judge(rollouts)``.
 
     ``judge`` may be called many times at once. ``output`` gets what the reward prints (stderr by default).
-    Raises DeclarationError where the reward cannot travel to another process or its file cannot be imported.
+    Raises DeclarationError where the reward cannot travel to another process or its file cannot be imported,
+    and ConfigError for options that no sandbox or worker could work under.
     """
 
     def __init__(
@@ -74,8 +76,11 @@ class Judge:
         output: Output = _to_stderr,
     ) -> None:
         self.spec = inspect_reward(reward)
-        self._options = options or RewardOptions()
-        self._setup = Setup(reward=locate(reward), options=self._options, sandbox=sandbox or SandboxOptions())
+        self._options, sandbox = options or RewardOptions(), sandbox or SandboxOptions()
+        check_range("reward.timeout_s", self._options.timeout_s)
+        check_range("reward.concurrency", self._options.concurrency)
+        Limits.of(sandbox)
+        self._setup = Setup(reward=locate(reward), options=self._options, sandbox=sandbox)
         self._output = output
         self._desk = Desk(self._options.concurrency)
         self._asks: dict[int, _Ask] = {}
@@ -115,8 +120,11 @@ class Judge:
     async def judge(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """One outcome a rollout, in order. A batched reward is called once per group.
 
-        Raises DeclarationError for columns that cannot travel, and whatever made a new worker impossible.
+        Raises TasksError for a task without a column that the reward needs, DeclarationError for columns that
+        cannot travel, and whatever made a new worker impossible.
         """
+        for rollout in rollouts:
+            check_task(self.spec, rollout.task)
         calls = _by_group(rollouts) if self.spec.batched else [[r] for r in rollouts]
         asks = [self._ask(call) for call in calls]
         self._pump()

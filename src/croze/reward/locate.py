@@ -15,6 +15,8 @@ import msgspec
 
 from croze.errors import DeclarationError
 
+TOP_LEVEL = "define a function with `def` or `async def` at the top level of a file, and give that"
+
 
 class FunctionRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where a function is defined. ``path`` is the sender's sys.path, on which the file may depend."""
@@ -30,10 +32,10 @@ def locate(fn: Any) -> FunctionRef:
     qualname = getattr(fn, "__qualname__", "")
     module = getattr(fn, "__module__", "") or ""
     where = f"reward {qualname or fn!r}"
-    fix = "define it with `def` at the top level of a file"
+    fix = TOP_LEVEL
     if not inspect.isfunction(fn):
         raise DeclarationError(
-            f"a reward must be a function, not a {type(fn).__name__}", where=where, fix=fix
+            f"a reward must be a function, not an object of type {type(fn).__name__}", where=where, fix=fix
         )
     if "<" in qualname or "." in qualname:
         kind = "a lambda" if "<lambda>" in qualname else "defined inside something else"

@@ -23,6 +23,8 @@ from croze.sandbox.children import ended
 _START_S = 120.0
 """Importing the reward's file may import much."""
 _END_S = 3.0
+_DEAF_S = 1.0
+"""A worker without its socket exits at once; code that holds it up only makes its neighbours wait."""
 _TAIL = 4096
 
 Output = Callable[[bytes], None]
@@ -120,17 +122,17 @@ class WorkerProcess:
         return f"; it last printed: {text[-500:]}" if text else ""
 
     async def how_it_ended(self) -> str:
-        code = await self._exit_code()
+        code = await self._exit_code(_DEAF_S)
         if code is None:
             return "closed its socket" + self.last_words
         if code < 0:
             return f"died of {signal.Signals(-code).name}" + self.last_words
         return f"exited with code {code}" + self.last_words
 
-    async def _exit_code(self) -> int | None:
+    async def _exit_code(self, wait_s: float = _END_S) -> int | None:
         if self._process is None:
             return None
-        await ended(self._process, _END_S)
+        await ended(self._process, wait_s)
         return self._process.returncode
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ shared word of memory, so that the judge can read it even when nothing here answ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import mmap
 import os
@@ -32,6 +33,7 @@ from croze.types import Outcome, Rollout
 _PR_SET_PDEATHSIG = 1
 _CLOSE_S = 2.0
 _MESSAGE = 1000
+_LOST_CHANNEL = 70
 
 
 class Marked:
@@ -59,13 +61,42 @@ class Marked:
                 error = thrown
 
 
+class Channel:
+    """The socket to the judge, as a descriptor that user code may close."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._file = self._identity()
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            stat = os.fstat(self._fd)
+        except OSError:
+            return None
+        return stat.st_dev, stat.st_ino
+
+    def exit_if_lost(self) -> None:
+        """End this process where the descriptor is closed, or by now another file's."""
+        if self._identity() != self._file:
+            with contextlib.suppress(OSError):
+                os.write(2, b"the reward closed file descriptors that were not its own\n")
+            os._exit(_LOST_CHANNEL)
+
+
 class Worker:
     """One worker's life: set up, serve calls until the judge hangs up."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, mark: mmap.mmap) -> None:
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        mark: mmap.mmap,
+        channel: Channel,
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._mark = mark
+        self._channel = channel
         self._driver: Driver | None = None
         self._opening = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
@@ -102,6 +133,12 @@ class Worker:
             return False
         self._send(Ready())
         return True
+
+    def _in_thread(self, words: dict[str, Any]) -> Any:
+        try:
+            return self._reward(**words)
+        finally:
+            self._channel.exit_if_lost()  # the loop would wait for ever for an event that cannot come
 
     async def close(self) -> None:
         """End every call and its sandboxes."""
@@ -159,7 +196,7 @@ class Worker:
             value = await Marked(self._reward(**words), self._mark, call.id)
         else:
             loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._pool, lambda: self._reward(**words))
+            value = await loop.run_in_executor(self._pool, lambda: self._in_thread(words))
         if spec.batched:
             return calling.outcomes_of(value, spec.name, len(rollouts))
         return [calling.outcome_of(value, spec.name)]
@@ -192,8 +229,9 @@ def _die_with(parent: int) -> None:
 
 
 async def _main(fd: int, mark: mmap.mmap) -> None:
+    channel = Channel(fd)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
-    worker = Worker(reader, writer, mark)
+    worker = Worker(reader, writer, mark, channel)
     await worker.serve()
     ending = [asyncio.ensure_future(end) for end in (worker.close(), writer.drain())]
     await asyncio.wait(ending, timeout=_CLOSE_S)
@@ -204,7 +242,16 @@ if __name__ == "__main__":
     _die_with(_parent)
     sys.argv = sys.argv[:1]
     os.environ["CROZE_ROLE"] = "reward"
-    asyncio.new_event_loop().run_until_complete(_main(_fd, mmap.mmap(_mark_fd, 4096)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # a reward that never returns, in a thread or a task, must not keep the process
+    _code = 1
+    try:
+        asyncio.new_event_loop().run_until_complete(_main(_fd, mmap.mmap(_mark_fd, 4096)))
+        _code = 0
+    except (
+        BaseException
+    ):  # the loop's own descriptors closed under it, say: the end of a process, whatever it is
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_code)  # a reward that never returns, in a thread or a task, must not keep the process

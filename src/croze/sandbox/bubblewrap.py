@@ -51,6 +51,7 @@ class Bubblewrap:
         self._cgroups = cgroup.find()
         if self._cgroups is not None:
             self._cgroups.sweep()
+        self._watch = self._cgroups.watch() if self._cgroups else None
         self._live: set[BubblewrapSandbox] = set()
         self.missing = self._missing()
 
@@ -88,9 +89,10 @@ class Bubblewrap:
         return sandbox
 
     def _make_group(self, limits: Limits) -> Cgroup | None:
-        if self._cgroups is None:
+        if self._cgroups is None or self._watch is None:
             return None
         try:
+            self._watch.begin()
             # bwrap's own process and the guest count too.
             return self._cgroups.create(memory_bytes=limits.memory_mib << 20, pids=limits.pids + 2)
         except OSError as error:
@@ -105,6 +107,8 @@ class Bubblewrap:
 
     async def close(self) -> None:
         await asyncio.gather(*(s.destroy() for s in list(self._live)))
+        if self._watch is not None:
+            self._watch.end()
 
 
 def _bwrap_path() -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from croze.sandbox.watch import Watch
+
 _WANTED = ("memory", "pids", "cpuacct")
 _numbers = itertools.count(1)
 
@@ -46,6 +48,10 @@ class Cgroups:
             group.try_remove()
             raise
         return group
+
+    def watch(self) -> Watch:
+        """What removes this process's groups should it be killed."""
+        return Watch(_owner_prefix(os.getpid()) + "-", self.homes.values())
 
     def sweep(self) -> int:
         """Remove the groups of owners that are gone; how many there were."""

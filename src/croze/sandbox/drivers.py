@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 from croze.errors import SandboxUnavailable
 from croze.sandbox.bubblewrap import Bubblewrap
 from croze.sandbox.protocol import Driver
 from croze.sandbox.unsafe import Unsafe
+
+_log = logging.getLogger("croze.sandbox")
 
 DriverName = Literal["auto", "bubblewrap", "unsafe"]
 
@@ -25,13 +28,21 @@ async def open_driver(name: DriverName = "auto", *, allow_unsafe: bool = False) 
                 where="sandbox",
                 fix="set sandbox.allow_unsafe=true to run model-written code as this user",
             )
-        return Unsafe()
+        return _unsafe("it was asked for")
     try:
         return await _proven()
-    except SandboxUnavailable:
+    except SandboxUnavailable as error:
         if name == "auto" and allow_unsafe:
-            return Unsafe()
+            return _unsafe(error.message)
         raise
+
+
+def _unsafe(why: str) -> Driver:
+    _log.warning(
+        "sandbox.allow_unsafe: model-written code runs WITHOUT isolation, as this user (driver unsafe): %s",
+        why,
+    )
+    return Unsafe()
 
 
 async def _proven() -> Driver:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import msgspec
 
+from croze.config import SandboxOptions, check_range
 from croze.errors import ConfigError, SandboxUnsupported
 from croze.types import Fault
-
-if TYPE_CHECKING:
-    from croze.config import SandboxOptions
 
 Status = Literal[
     "exited",
@@ -109,19 +107,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
+            check_range(f"sandbox.{name}", getattr(self, name))
+        for name in ("output_mib", "fds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(
                     f"{name} must be above 0, got {getattr(self, name)}", where=f"sandbox.{name}"
                 )
         if self.disk_mib >= self.memory_mib:
             raise ConfigError(
-                f"disk_mib ({self.disk_mib}) must be below memory_mib ({self.memory_mib})",
+                f"sandbox.disk_mib ({self.disk_mib}) must be below sandbox.memory_mib ({self.memory_mib})",
                 where="sandbox.disk_mib",
-                fix="files in /box live in memory: a full disk would look like running out of memory",
+                fix=f"set sandbox.memory_mib above {self.disk_mib}, or sandbox.disk_mib below {self.memory_mib}:"
+                " files in /box live in memory",
             )
 
     @classmethod
     def of(cls, options: SandboxOptions) -> Limits:
+        """Raises ConfigError, which names the key."""
         return cls(
             cpu_s=options.cpu_s,
             wall_s=options.wall_s,
