@@ -219,9 +219,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "reward.concurrency": (1, math.inf),
     "sandbox.cpu_s": (1e-3, 100_000),
     "sandbox.wall_s": (1e-3, 100_000),
-    "sandbox.memory_mib": (16, 1_000_000),  # below, no Python starts
+    "sandbox.memory_mib": (16, 500_000),  # below, no Python starts
     "sandbox.pids": (1, 100_000),
-    "sandbox.disk_mib": (1, 1_000_000),
+    "sandbox.disk_mib": (1, 500_000),
 }
 """Least and greatest value of a key, both allowed."""
 

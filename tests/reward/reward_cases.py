@@ -99,6 +99,13 @@ async def asks_the_tier(reply, sandbox):
     return float(result.tier == sandbox.tier and bool(result.driver))
 
 
+async def falls_with_its_worker(reply, sandbox):
+    if reply == "x":
+        os._exit(3)
+    assert (await sandbox.exec_python("print(1)")).tier == "unsafe"
+    return float(reply)
+
+
 def turned(reply):
     return cz.Outcome(score=1.0, turns=({"a": float(reply)},))
 

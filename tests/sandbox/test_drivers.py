@@ -61,11 +61,37 @@ driver = asyncio.run(open_driver(allow_unsafe=True))
 print(driver.name, driver.tier)
 """
 
+JUDGED = """
+import asyncio, pathlib, sys
+from croze.config import SandboxOptions
+from croze.reward.judge import Judge
+sys.path.insert(0, str(pathlib.Path.cwd() / "reward"))
+import reward_cases
+from made import rollout
+async def main():
+    printed = []
+    sandbox = SandboxOptions(allow_unsafe=True)
+    async with Judge(reward_cases.falls_with_its_worker, sandbox=sandbox, output=printed.append) as judge:
+        outcomes = await judge.judge([rollout("x"), rollout("3", member=1)])
+        warned = b"".join(printed).count(b"WITHOUT isolation")
+        print(warned, judge.restarts > 0, outcomes[1].message or outcomes[1].score)
+asyncio.run(main())
+"""
+
 
 def test_where_mounting_is_forbidden_there_is_a_clear_error_and_only_an_allowed_way_out():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
     assert done.stdout == "unsafe unsafe\n", done.stderr
     assert done.stderr.count("WITHOUT isolation") == 1, "a program without logging set up hears it too"
+
+
+def test_a_run_hears_of_missing_isolation_once_though_workers_are_replaced():
+    program = WITHOUT.rpartition("driver = ")[0] + JUDGED
+    tests = os.path.dirname(os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=tests
+    )
+    assert done.stdout == "1 True 3.0\n", done.stdout + done.stderr
 
 
 def on_unsafe(work, limits=None):

@@ -25,6 +25,7 @@ from croze.loop.ledger import SqliteLedger
 from croze.reward.call import check_columns, inspect_reward
 from croze.reward.judge import Judge
 from croze.run import Run
+from croze.sandbox.protocol import Limits
 from croze.sync.identity import Identity
 from croze.trace.metrics import JsonLines
 from croze.trace.recorder import Recorder
@@ -57,6 +58,7 @@ def train(run: Run, *, on_event: OnEvent | None = None) -> Result:
     listen = on_event or _silent
     source, tasks = build.held_out(run, run.loop.eval_tasks)
     check_columns(inspect_reward(run.reward), source.columns)
+    Limits.of(run.sandbox)  # raises ConfigError for limits that do not fit together
     algorithm = algorithms.build(run.algo, run.sampling, minibatches=run.optim.minibatches)
     _check_groups(run)
     run = build.make_folder(run)
@@ -164,6 +166,7 @@ def evaluate(
     except TasksError as error:
         raise TasksError(error.message, where=error.where, fix="ask for fewer with --tasks N") from error
     check_columns(inspect_reward(run.reward), source.columns)
+    Limits.of(run.sandbox)  # raises ConfigError for limits that do not fit together
     return _run(_evaluate(run, held_out, samples or 1, on_event or _silent))
 
 

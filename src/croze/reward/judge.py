@@ -108,7 +108,7 @@ class Judge:
 
     async def _start(self) -> None:
         worker = WorkerProcess(self._output)
-        await worker.start(self._setup)
+        await worker.start(msgspec.structs.replace(self._setup, again=self.restarts > 0))
         self._worker = worker
         self._listener = asyncio.create_task(self._listen(worker))
 

@@ -15,6 +15,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
     reward: FunctionRef
     options: RewardOptions
     sandbox: SandboxOptions
+    again: bool = False
+    """This worker replaces one that has already warned of what there is to warn of."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, tag="call"):

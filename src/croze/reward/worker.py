@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import mmap
 import os
 import signal
@@ -117,6 +118,8 @@ class Worker:
 
     async def _set_up(self, setup: Setup) -> bool:
         self._options, self._sandbox = setup.options, setup.sandbox
+        if setup.again:
+            logging.getLogger("croze.sandbox").setLevel(logging.ERROR)
         self._file = setup.reward.file
         self._pool = ThreadPoolExecutor(setup.options.concurrency, thread_name_prefix="reward")
         try:

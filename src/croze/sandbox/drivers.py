@@ -47,6 +47,10 @@ def _unsafe(why: str) -> Driver:
 
 async def _proven() -> Driver:
     driver = Bubblewrap()
-    sandbox = await driver.create()
-    await sandbox.destroy()
+    try:
+        sandbox = await driver.create()
+        await sandbox.destroy()
+    except BaseException:
+        await driver.close()
+        raise
     return driver
