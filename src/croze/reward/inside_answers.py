@@ -243,7 +243,7 @@ class Remote:
         return do("len", self)
 
     def __iter__(self):
-        return iter(do("iter", self))  # pyright: ignore
+        return iter(do("iter", self))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def __getitem__(self, key):
         return do("getitem", self, key)

@@ -26,7 +26,7 @@ COMPOUND = (
 
 
 class RemoteModule(types.ModuleType):
-    __path__ = ()
+    __path__ = ()  # pyright: ignore[reportAssignmentType]
 
     def __getattr__(self, name):
         if name.startswith("__"):
