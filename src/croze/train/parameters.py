@@ -14,8 +14,8 @@ from croze.models.weights import LoraSpec, adapter_sites, fused_a
 class Parameters:
     """What is trained (``masters``, fp32, by fused key), its gradients, and what is frozen.
 
-    A forward pass uses ``plain(key)``: the master rounded to the published dtype, in the compute dtype. It is
-    derived when needed rather than kept: the cast is cheap, the copy is not.
+    A forward pass uses ``plain(key)``: the master rounded to the published dtype, in the compute dtype. The
+    rounded copy is kept between two updates, the plain one made when needed.
     """
 
     def __init__(
@@ -34,15 +34,24 @@ class Parameters:
         self.base = {} if lora is None else base
         self.masters = base if lora is None else dict(_fresh_adapters(layout, lora, device, seed))
         self.grads: dict[str, torch.Tensor] = {}
+        self._rounded: dict[str, torch.Tensor] = {}
         self._slots: dict[str, list[tuple[str, Slot]]] = {}
         for name, slot in layout.slots.items():
             self._slots.setdefault(slot.key, []).append((name, slot))
 
     def plain(self, key: str) -> torch.Tensor:
         """The weight a forward pass used, in the compute dtype."""
-        if key in self.base:
-            return self.base[key].to(self.compute)
-        return self.masters[key].to(self.published).to(self.compute)
+        return (self.base[key] if key in self.base else self.rounded(key)).to(self.compute)
+
+    def rounded(self, key: str) -> torch.Tensor:
+        """The master in the published dtype, made once between two updates; not to be written to."""
+        if key not in self._rounded:
+            self._rounded[key] = self.masters[key].to(self.published, copy=True)
+        return self._rounded[key]
+
+    def changed(self) -> None:
+        """The masters change: what was rounded is forgotten (and stays as it was for whoever still has it)."""
+        self._rounded.clear()
 
     def trains(self, key: str) -> bool:
         return key in self.masters
@@ -64,15 +73,15 @@ class Parameters:
             self.grads[key].add_(left @ right)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What training changes, copied, in the published dtype: canonical names, or peft's for an adapter."""
+        """What training changes, apart from the masters, in the published dtype: canonical names, or peft's for
+        an adapter."""
         if self.lora is None:
             for key in self.layout.shapes:
-                fused = self.masters[key].to(self.published, copy=True)
+                fused = self.rounded(key)
                 for name, slot in self._slots[key]:
                     yield name, fused[slot.start : slot.stop]
         else:
-            for name, tensor in self.canonical(self.masters):
-                yield name, tensor.to(self.published, copy=True)
+            yield from self.canonical({key: self.rounded(key) for key in self.masters})
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Base tensors that training does not change, in the published dtype."""

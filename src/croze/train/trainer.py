@@ -140,6 +140,7 @@ class TorchTrainer:
 
     def step(self, step: int) -> StepStats:
         """Apply the accumulated gradients at the rate of loop step ``step`` (from 1)."""
+        self.parameters.changed()
         stats = self.optimizer.step(self.parameters.grads, step=step)
         self._current = None
         return stats
