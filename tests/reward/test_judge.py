@@ -1,6 +1,7 @@
 """The judge: scores come back, and whatever a reward does, it never becomes a score it did not give."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -372,7 +373,8 @@ def test_sandboxes_end_with_the_judge_their_cgroups_too(whole_tree):
     assert len(left()) >= 4 * len(homes)
     below = _descendants(worker) if whole_tree else []
     for pid in (judge.pid, *([worker] if whole_tree else []), *below):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a child may die of its parent's death first
+            os.kill(pid, signal.SIGKILL)
     judge.communicate()
     deadline = time.monotonic() + 5
     while left() and time.monotonic() < deadline:
