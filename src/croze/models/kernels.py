@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from croze.models.numerics import Recipe
 
 MASKED = -1e30  # added to a score: its weight is exactly 0
+PACKED_FOR = 32
+"""Rows that the packed layout is chosen for: also right for any other count, and faster than the layout for 1."""
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -46,7 +48,7 @@ class Linear:
         self.packed, self.rows = recipe.packed, recipe.linear_rows
         # packing copies; without it a copy keeps later changes of ``weight`` out
         weight = weight.to(device=recipe.device, dtype=recipe.dtype, copy=not self.packed).contiguous()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 1) if self.packed else weight
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self.packed else weight
         self.bias = None if bias is None else bias.to(device=recipe.device, dtype=recipe.dtype)
 
     adapter: Adapter | None
