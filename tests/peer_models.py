@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -14,7 +14,26 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+SLIDES, SEES = "sliding_attention", "full_attention"
+WINDOWED = {
+    "mistral, window": (MistralConfig, {"sliding_window": 21}),
+    "mistral, sees one before": (MistralConfig, {"sliding_window": 2}),
+    "qwen2, window in the last layers": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "qwen3, window by layer": (
+        Qwen3Config,
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 33,
+            "layer_types": [SLIDES, SEES, SLIDES],
+        },
+    ),
+}
 CASES = {
+    **WINDOWED,
     "llama, grouped queries": (LlamaConfig, {}),
     "llama, multi-head": (LlamaConfig, {"num_key_value_heads": 4}),
     "llama, one key head": (LlamaConfig, {"num_key_value_heads": 1}),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -138,13 +139,18 @@ def make_rig(
     temperature: float = 1.0,
     tensors: Mapping[str, torch.Tensor] | None = None,
     measured: bool = True,
+    attention: Literal["exact", "sdpa"] = "exact",
     release: bool = False,
     seed: int = 0,
+    how: Recipe | None = None,
 ) -> Rig:
     """Random weights published as "w0". An adapter's B, zero at birth, is made random. ``measured`` False skips
-    the measurement of this machine, where exactness does not matter."""
+    the measurement of this machine, where exactness does not matter; ``how``: a recipe of the test's own."""
     rank = 0 if lora is None else lora.rank
-    how = recipe(arch, dtype, rank) if measured else numerics.choose(arch, dtype, "cpu", False)
+    if how is None and measured and attention == "exact":
+        how = recipe(arch, dtype, rank)
+    elif how is None:
+        how = numerics.choose(arch, dtype, "cpu", False, attention=attention)
     weights = ModelWeights(arch, how, lora)
     given = random_tensors(arch, seed=seed) if tensors is None else tensors
     trainer = TorchTrainer(

@@ -42,6 +42,22 @@ CASES = {
         5,
         True,
     ),
+    "bf16, windows shorter than prompts and replies": (
+        {"family": "qwen3", "qk_norm": True, "windows": (0, 7)},
+        "bfloat16",
+        None,
+        1.0,
+        5,
+        True,
+    ),
+    "fp32, a window over prompt and reply": (
+        {"family": "mistral", "windows": (35, 35)},
+        "float32",
+        LoraSpec(rank=4, scale=2.0, targets=small.ALL_LINEARS),
+        0.7,
+        1,
+        True,
+    ),
     "fp32, adapter on some": (
         {"tied": False},
         "float32",
@@ -167,10 +183,11 @@ def train_once(rig: small.Rig, requests: list[Request], records: small.Records) 
     rig.publish("w1")
 
 
+@pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_prompts_longer_than_a_tile(dtype):
+def test_prompts_longer_than_a_tile(dtype, window):
     """Three tiles of values, several regions, a long earlier turn; the trainer sees it with short neighbours."""
-    rig = small.make_rig(small.architecture(layers=1, head_dim=64), dtype=dtype)
+    rig = small.make_rig(small.architecture(layers=1, head_dim=64, windows=(window,)), dtype=dtype)
     skip_where_inexact(rig)
     rng = random.Random(3)
     ids = [rng.randrange(307) for _ in range(1000)]

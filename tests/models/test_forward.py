@@ -12,7 +12,7 @@ from croze.models.layout import read_tensors
 from croze.models.numerics import Recipe
 from croze.models.weights import ModelWeights
 from croze.types import WeightsId
-from peer_models import CASES, hugging_face, teacher_forced
+from peer_models import CASES, WINDOWED, hugging_face, teacher_forced
 
 
 def serve(arch, tensors) -> EngineCore:
@@ -34,14 +34,14 @@ def test_scores_equal_transformers(name):
         np.testing.assert_allclose(found, teacher_forced(model, ids, prompt, temperature), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama, rope scaled", "qwen2", "qwen3, wide heads"])
+@pytest.mark.parametrize("name", ["llama, rope scaled", "qwen2", "qwen3, wide heads", *WINDOWED])
 def test_greedy_decoding_equals_transformers(name):
     """Through the KV cache, in chunks, with a neighbour: the likeliest token of transformers each time."""
     model = hugging_face(name)
     core = serve(from_config(model.config.to_dict()), model.state_dict().items())
     core.scheduler.options = EngineOptions(prefill_chunk=5)
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 97, n).astype(np.int32) for n in (38, 3)]
+    prompts = [rng.integers(0, 97, n).astype(np.int32) for n in (58, 3)]
     requests = [
         small.request(str(i), p, temperature=0.0, max_tokens=20, suffixes=[[7, 8]] if i else [])
         for i, p in enumerate(prompts)
@@ -58,7 +58,7 @@ def test_greedy_decoding_equals_transformers(name):
         )
 
 
-@pytest.mark.parametrize("name", ["llama, grouped queries", "llama, untied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama, grouped queries", "llama, untied", "qwen2", "qwen3", *WINDOWED])
 @pytest.mark.parametrize("shard", ["50GB", "40KB"])
 def test_a_saved_directory_loads(name, shard, tmp_path):
     model = hugging_face(name)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from croze.models.architecture import Architecture
 from croze.models.numerics import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A chunk of ``count`` tokens from ``start``: of prompt ``prompt`` (slot None), or of slot ``slot``'s suffix.
+    ``donor``: a prompt whose first ``start`` tokens are the same and computed; their KV is copied."""
+
+    prompt: int
+    prompt_len: int
+    slot: int | None
+    start: int
+    count: int
+    donor: int | None = None
 
 
 class KVCache:
@@ -82,6 +97,42 @@ class KVCache:
             new = torch.zeros(shape, dtype=self.recipe.dtype, device=self.recipe.device)
             new[: old.shape[0], :, : old.shape[2]] = old
             pool[layer] = new
+
+    def write_prompt(
+        self, layer: int, s: Segment, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a chunk of a prompt, k and v [count, kv_heads, D], behind what its donor lends; the prompt's own keys
+        and values [kv_heads, prompt_len, D]."""
+        keys, values = self.prompt_k[layer][s.prompt], self.prompt_v[layer][s.prompt]
+        if s.donor is not None:
+            keys[:, : s.start] = self.prompt_k[layer][s.donor, :, : s.start]
+            values[:, : s.start] = self.prompt_v[layer][s.donor, :, : s.start]
+        return self._write(keys, values, s, k, v)
+
+    def write_suffix(
+        self, layer: int, s: Segment, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put a chunk of a slot's suffix; that slot's keys and values [kv_heads, suffix_len, D]."""
+        return self._write(self.suffix_k[layer][s.slot], self.suffix_v[layer][s.slot], s, k, v)
+
+    def _write(
+        self, keys: torch.Tensor, values: torch.Tensor, s: Segment, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys[:, s.start : s.start + s.count] = k.transpose(0, 1)
+        values[:, s.start : s.start + s.count] = v.transpose(0, 1)
+        return keys, values
+
+    def write_decoded(self, layer: int, places: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put one token of every decoding slot, k and v [n, kv_heads, D], at its ``places`` (see ``places``)."""
+        d = self.arch.head_dim
+        self.suffix_k[layer].view(-1, d).index_copy_(0, places, k.reshape(-1, d))
+        self.suffix_v[layer].view(-1, d).index_copy_(0, places, v.reshape(-1, d))
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where slots 0..n-1 put the heads of a token at ``positions`` [n] of their suffixes: [n * kv_heads]."""
+        kv = self.arch.kv_heads
+        heads = torch.arange(len(positions))[:, None] * kv + torch.arange(kv)[None]
+        return (heads * self.suffix_len + positions[:, None]).view(-1).to(self.recipe.device)
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
         for pool in (self.prompt_k, self.prompt_v):

@@ -12,12 +12,14 @@ from croze.config import EngineOptions
 from croze.errors import EngineFault, UsageError
 from croze.inference.attention import StepAttention
 from croze.inference.cache import KVCache
+from croze.inference.fused import FusedStepAttention
 from croze.inference.protocol import Chunk, EngineStats, Request
 from croze.inference.request import check_request, check_tokens
 from croze.inference.sampler import sample
 from croze.inference.scheduler import Scheduler, Sequence, Step
+from croze.models.packing import Packing
 from croze.models.protocol import Tokenizer
-from croze.models.teacher import GroupAttention, Packing
+from croze.models.teacher import group_attention
 from croze.models.transformer import Forward, hidden_states, log_probs, logits
 from croze.models.weights import ModelWeights
 from croze.types import Sample, WeightsId
@@ -83,7 +85,8 @@ class EngineCore:
 
     def _forward(self, step: Step) -> torch.Tensor:
         device = self.weights.recipe.device
-        attend = StepAttention(self.cache, step.decoding, step.segments)
+        form = StepAttention if self.weights.recipe.attention == "exact" else FusedStepAttention
+        attend = form(self.cache, step.decoding, step.segments)
         ids = torch.tensor(step.ids, device=device)
         positions = torch.tensor(step.positions, device=device)
         x = hidden_states(self.weights, ids, positions, attend, self.ops)
@@ -172,6 +175,7 @@ class EngineCore:
             logprobs_T=np.array(s.fresh_logprobs, np.float32),
             weights_id=self.weights_id,
             finish=s.finish,
+            waited_s=s.waited_s,
         )
         s.fresh_ids, s.fresh_logprobs = [], []
         return chunk
@@ -201,7 +205,7 @@ class EngineCore:
             weights_S=nothing,
         )
         packing = Packing([sample_], share=True, device=self.weights.recipe.device)
-        attend = GroupAttention(packing, arch, self.weights.recipe)
+        attend = group_attention(packing, arch, self.weights.recipe)
         x = hidden_states(self.weights, packing.ids_N, packing.positions_N, attend, self.ops)[packing.rows_M]
         found = [
             log_probs(logits(self.weights, x[i : i + SCORE_ROWS], self.ops), t, temperature)

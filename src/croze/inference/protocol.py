@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
+from croze.config import EngineOptions
 from croze.types import Finish, WeightsId
+
+if TYPE_CHECKING:
+    from croze.models.device import ComputeThread
+    from croze.models.protocol import ModelFiles, Tokenizer
+    from croze.models.weights import ModelWeights
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +45,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sibling, all under one ``weights_id``; ``finish`` is set on its last chunk.
-    ids_T int32, logprobs_T float32 (natural log, of the temperature-scaled distribution)."""
+    ids_T int32, logprobs_T float32 (natural log, of the temperature-scaled distribution). ``waited_s``: seconds
+    the sibling was held back before its first token because rows or KV memory were full; 0 where they were not."""
 
     request_id: str
     sibling: int
@@ -46,6 +54,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_T: np.ndarray
     weights_id: WeightsId
     finish: Finish | None = None
+    waited_s: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,3 +108,18 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What an engine is built from: the argument of every factory in the entry point group ``croze.inference``.
+
+    ``weights`` may be shared with a trainer of this process, whose forward passes read them; an engine that keeps
+    its own takes the tensors that ``prepare`` brings. ``thread`` does the tensor work of this process.
+    """
+
+    files: ModelFiles
+    options: EngineOptions
+    tokenizer: Tokenizer
+    weights: ModelWeights
+    thread: ComputeThread

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from croze.config import EngineOptions
 from croze.errors import UsageError
-from croze.inference.attention import Decoding, Segment
-from croze.inference.cache import KVCache
+from croze.inference.attention import Decoding
+from croze.inference.cache import KVCache, Segment
 from croze.inference.protocol import Request
 from croze.types import Finish
 
@@ -53,6 +54,7 @@ class Sequence:
     room: int
     context_bound: bool
     computed: int = 0
+    waited_s: float = 0.0
     fresh_ids: list[int] = field(default_factory=list)
     fresh_logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
@@ -75,12 +77,15 @@ class Sequence:
         return self.prompt.ready and self.pending == 0 and len(self.suffix) > self.first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Arrival:
-    """Siblings of a request that enter together: all of them where memory can hold them."""
+    """Siblings of a request that enter together: all of them where memory can hold them. ``held``: whether there
+    was no room for them at first; ``since``: monotonic seconds when they came."""
 
     request: Request
     siblings: range
+    since: float = field(default_factory=time.monotonic)
+    held: bool = False
 
     @property
     def id(self) -> str:
@@ -162,6 +167,10 @@ class Scheduler:
     def admit(self) -> None:
         while self.waiting and self._make_room(self.waiting[0]):
             self._enter(self.waiting.popleft())
+        for arrival in reversed(self.waiting):
+            if arrival.held:
+                break
+            arrival.held = True
 
     def _make_room(self, arrival: Arrival) -> bool:
         """Reserve what ``arrival`` needs, where there is room for it."""
@@ -185,6 +194,7 @@ class Scheduler:
         request = arrival.request
         prompt = Prompt(request, len(self.prompts), request.prompt_P.tolist(), alive=len(arrival.siblings))
         self.prompts.append(prompt)
+        waited_s = time.monotonic() - arrival.since if arrival.held else 0.0
         for sibling in arrival.siblings:
             given = request.suffixes[sibling].tolist() if request.suffixes else []
             left = self.context - len(prompt.ids) - len(given)
@@ -197,6 +207,7 @@ class Scheduler:
                     first=len(given),
                     room=len(given) + most,
                     context_bound=left < request.params.max_tokens,
+                    waited_s=waited_s,
                 )
             )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from croze.errors import CrozeError, EngineFault, UsageError
 from croze.inference.core import EngineCore
-from croze.inference.protocol import Chunk, EngineStats, Request, SamplingParams
+from croze.inference.protocol import Chunk, EngineParts, EngineStats, Request, SamplingParams
 from croze.models.device import ComputeThread
 from croze.types import WeightsId
 
@@ -140,3 +140,8 @@ class TorchEngine:
             self._driver.cancel()
             await asyncio.gather(self._driver, return_exceptions=True)
         self._fail(EngineFault("the engine was closed"))
+
+
+def build(parts: EngineParts) -> TorchEngine:
+    """The built-in engine; entry point ``torch`` of ``croze.inference``."""
+    return TorchEngine(EngineCore(parts.weights, parts.options, parts.tokenizer), parts.thread)

@@ -10,11 +10,19 @@ import msgspec
 
 from croze.errors import ModelError, ModelUnsupported
 
-SUPPORTED = ("llama", "qwen2", "qwen3")
-CONTEXT = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 """What a config.json that names no max_position_embeddings means, in tokens."""
+WINDOW, FIRST_WINDOWED = 4096, 28
+"""Likewise sliding_window, in tokens, and Qwen's max_window_layers."""
 QWEN3_HEAD_DIM = 128
 """Likewise head_dim; the other families divide hidden_size by the heads."""
+KV_HEADS = {"mistral": 8}
+"""Likewise num_key_value_heads; the other families have as many as query heads."""
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Words of layer_types."""
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +36,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Llama, Qwen2 or Qwen3. Sizes in elements; ``context`` in tokens."""
+    """Llama, Mistral, Qwen2 or Qwen3. Sizes in elements; ``context`` in tokens.
+
+    ``windows``: per layer how many tokens a query attends to, itself and those right before it; 0 all before
+    it. Empty: 0 for every layer.
+    """
 
     family: str
     vocab: int
@@ -44,6 +56,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def distinct_windows(self) -> set[int]:
+        return set(self.windows) or {0}
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -85,7 +105,7 @@ def from_config(config: dict[str, Any], where: str = "config.json") -> Architect
         raise ModelUnsupported(
             f"architecture {family!r} is not one the built-in engine runs ({', '.join(SUPPORTED)})",
             where=where,
-            fix="choose a Llama, Qwen2 or Qwen3 model",
+            fix="choose a Llama, Mistral, Qwen2 or Qwen3 model",
         )
     try:
         architecture = _sizes(config, family, where)
@@ -109,22 +129,53 @@ def from_config(config: dict[str, Any], where: str = "config.json") -> Architect
 def _sizes(config: dict[str, Any], family: str, where: str) -> Architecture:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = config.get("head_dim") or (QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
+    context = int(config.get("max_position_embeddings", CONTEXT[family]))
     return Architecture(
         family=family,
         vocab=int(config["vocab_size"]),
         hidden=hidden,
         layers=int(config["num_hidden_layers"]),
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads") or heads),
+        kv_heads=int(config.get("num_key_value_heads", KV_HEADS.get(family)) or heads),
         head_dim=int(head_dim),
         intermediate=int(config["intermediate_size"]),
-        context=int(config.get("max_position_embeddings", CONTEXT[family])),
+        context=context,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         rope=_rope(config, where),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
+        windows=_windows(config, family, context, where),
     )
+
+
+def _windows(config: dict[str, Any], family: str, context: int, where: str) -> tuple[int, ...]:
+    """Each layer's window, read as transformers 5 reads it; one as long as the context is none."""
+    layers, types = int(config["num_hidden_layers"]), config.get("layer_types")
+    if family == "mistral":
+        window, first = config.get("sliding_window", WINDOW), 0
+    elif family != "llama" and config.get("use_sliding_window"):
+        window, first = (
+            config.get("sliding_window", WINDOW),
+            int(config.get("max_window_layers", FIRST_WINDOWED)),
+        )
+    else:
+        window, first = None, layers
+    window = None if window is None else int(window)
+    meant = [FULL if window is None or i < first else SLIDING for i in range(layers)]
+    if family.startswith("qwen") and types is not None:
+        meant = list(types)
+    elif types is not None and list(types) != meant:
+        raise ModelUnsupported(f"layer_types of a {family} model are not supported", where=where)
+    if len(meant) != layers or not set(meant) <= {FULL, SLIDING}:
+        raise ModelUnsupported(
+            f"layer_types must say {FULL} or {SLIDING} for each of {layers} layers", where=where
+        )
+    if SLIDING not in meant:
+        return ()
+    if window is None or window < 1:
+        raise ModelError(f"config.json has {SLIDING} layers and no sliding_window", where=where)
+    return tuple(window if kind == SLIDING else 0 for kind in meant) if window < context else ()
 
 
 def _refuse_variants(config: dict[str, Any], arch: Architecture, where: str) -> None:
@@ -137,11 +188,9 @@ def _refuse_variants(config: dict[str, Any], arch: Architecture, where: str) -> 
         raise ModelUnsupported(
             "quantised weights are not supported", where=where, fix="use the unquantised model"
         )
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if kinds or (window is not None and int(window) < arch.context):
+    if arch.family == "llama" and config.get("use_sliding_window"):
         raise ModelUnsupported(
-            "sliding-window attention is not supported", where=where, fix="set use_sliding_window to false"
+            "a Llama model has no sliding window", where=where, fix="set use_sliding_window to false"
         )
 
 

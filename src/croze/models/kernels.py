@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from croze.models import tiles
+
 if TYPE_CHECKING:
     from croze.models.numerics import Recipe
 
@@ -39,13 +41,14 @@ class Linear:
     ``key`` names its weight in the layout; ``adapter`` is a low-rank addition, applied unmerged.
     """
 
-    __slots__ = ("adapter", "bias", "key", "packed", "rows", "weight")
+    __slots__ = ("adapter", "bias", "key", "packed", "rows", "tile", "weight")
 
     def __init__(
         self, weight: torch.Tensor, recipe: Recipe, bias: torch.Tensor | None = None, key: str = ""
     ) -> None:
         self.key, self.adapter = key, None
         self.packed, self.rows = recipe.packed, recipe.linear_rows
+        self.tile = None if recipe.tiles is None else recipe.tiles.rows
         # packing copies; without it a copy keeps later changes of ``weight`` out
         weight = weight.to(device=recipe.device, dtype=recipe.dtype, copy=not self.packed).contiguous()
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self.packed else weight
@@ -58,17 +61,20 @@ class Linear:
         self.weight = self.weight.new_empty(0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, in] -> [M, out], without the adapter; fewer than ``rows`` rows are padded."""
+        """x [M, in] -> [M, out], without the adapter; fewer than ``rows`` rows are padded, or all to whole tiles."""
         count = x.shape[0]
-        if count < self.rows:
-            x = F.pad(x, (0, 0, 0, self.rows - count))
-        if self.packed:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        if self.tile is not None:
+            y = tiles.linear(x, self._product, self.tile)
+        elif count < self.rows:
+            y = self._product(F.pad(x, (0, 0, 0, self.rows - count)))[:count]
         else:
-            y = F.linear(x, self.weight)
-        if count < self.rows:
-            y = y[:count]
+            y = self._product(x)
         return y if self.bias is None else y + self.bias
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return F.linear(x, self.weight)
 
 
 class Adapter:
@@ -101,6 +107,8 @@ class Adapter:
 
 def bmm(a: torch.Tensor, b: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Batched product with a's rows padded to the recipe's counts. [N, m, k] @ [N, k, n]."""
+    if recipe.tiles is not None:
+        return tiles.scores(a, b.transpose(1, 2), recipe.tiles)
     m = a.shape[1]
     rows = max(recipe.bmm_rows, -(-m // recipe.bmm_multiple) * recipe.bmm_multiple)
     if rows == m:
@@ -110,6 +118,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 def weigh(weights: torch.Tensor, values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """weights [N, m, T] @ values [N, T, D] in tiles of ``pv_tile`` keys from position 0, added in order."""
+    if recipe.tiles is not None:
+        return tiles.sums(weights, values, recipe.tiles)
     keys, tile = weights.shape[-1], recipe.pv_tile
     if keys <= tile:
         return bmm(weights, values, recipe)
@@ -117,6 +127,24 @@ def weigh(weights: torch.Tensor, values: torch.Tensor, recipe: Recipe) -> torch.
     for start in range(tile, keys, tile):
         total = total + bmm(weights[..., start : start + tile], values[:, start : start + tile], recipe)
     return total
+
+
+def softmax(scores: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Weights of keys, whole regions of them: softmax over the last dimension."""
+    return torch.softmax(scores, -1) if recipe.tiles is None else tiles.softmax(scores, recipe.tiles)
+
+
+def hidden(queries_Q: torch.Tensor, keys_K: torch.Tensor, window: int) -> torch.Tensor:
+    """Which keys a query does not attend to, by their positions: those behind it and, where ``window`` is not 0,
+    those ``window`` or more before it. Bool [Q, K]."""
+    behind = keys_K > queries_Q[:, None]
+    return behind | (keys_K <= queries_Q[:, None] - window) if window else behind
+
+
+def mask(hidden: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """What is added to scores: MASKED where ``hidden``, else 0; in the recipe's dtype, on its device."""
+    added = torch.zeros(hidden.shape, dtype=recipe.dtype)
+    return added.masked_fill_(hidden, MASKED).to(recipe.device)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -136,6 +164,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, [M, 2 I] -> [M, I]."""
+    """silu(gate) * up, [M, 2 I] -> [M, I].
+
+    On a CPU silu is put together from exp: torch's own has two forms, one for whole vectors and one for what is
+    left over, and with several threads what is left over depends on how many rows there are.
+    """
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    if gate.is_cuda:
+        return F.silu(gate) * up
+    wide = gate.float()
+    grown = wide.neg().exp_().add_(1)
+    return torch.div(wide, grown, out=grown).to(gate.dtype).mul_(up)

@@ -152,7 +152,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     The files: those that model.safetensors.index.json names, else model.safetensors, else all *.safetensors.
     """
-    for file in _weight_files(path):
+    for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as shard:
                 for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -163,7 +163,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             ) from None
 
 
-def _weight_files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory, see ``read_tensors``. Raises ModelError where one is missing."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})

@@ -285,6 +285,12 @@ def _verify_shards(path: Path, weight_map: Any) -> None:
 
 def tensor_names(path: Path) -> set[str]:
     """Names in a safetensors file's header, whose offsets must add up to the file's length."""
+    return set(read_header(path))
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """A safetensors file's tensors by name: "dtype", "shape", "data_offsets". The offsets must add up to the file's
+    length. Raises ModelError."""
     if not path.is_file():
         raise ModelError(f"no {path.name}", where=str(path.parent), fix=_fix(path.parent))
     size = path.stat().st_size
@@ -294,15 +300,15 @@ def tensor_names(path: Path) -> set[str]:
             if length > size - 8:
                 raise ValueError("its header is cut off")
             header = json.loads(file.read(length))
-        tensors = {name: spec["data_offsets"] for name, spec in header.items() if name != "__metadata__"}
-        end = 8 + length + max((stop for _, stop in tensors.values()), default=0)
+        tensors = {name: spec for name, spec in header.items() if name != "__metadata__"}
+        end = 8 + length + max((spec["data_offsets"][1] for spec in tensors.values()), default=0)
         if end != size:
             raise ValueError(f"{size} bytes long, its header says {end}")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path.name} is damaged: {error}", where=str(path), fix=_fix(path.parent)
         ) from error
-    return set(tensors)
+    return tensors
 
 
 def _read_json(path: Path, directory: Path) -> dict[str, Any]:

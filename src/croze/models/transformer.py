@@ -35,6 +35,10 @@ class Forward:
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return kernels.swiglu(gate_up)
 
+    def gated(self, gate_up: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """The second half of an MLP; a trainer may keep less of it."""
+        return self.linear(self.swiglu(gate_up), linear)
+
     def block(
         self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]
     ) -> torch.Tensor:
@@ -56,7 +60,7 @@ def hidden_states(
             q, k, v = heads(ops.linear(h, layer.qkv), layer, arch, cos, sin, ops)
             x = ops.linear(attend(index, q, k, v), layer.o) + x
             h = ops.norm(x, layer.mlp_norm, arch.norm_eps)
-            return ops.linear(ops.swiglu(ops.linear(h, layer.gate_up)), layer.down) + x
+            return ops.gated(ops.linear(h, layer.gate_up), layer.down) + x
 
         x = ops.block(x, layer, run)
     return x
