@@ -8,10 +8,13 @@
     │   ├── ModelError              model                   2   a model that cannot be used
     │   │   ├── ModelNotFound       model.not_found         2
     │   │   └── ModelUnsupported    model.unsupported       2
+    │   ├── CheckpointMismatch      checkpoint.mismatch     2   a whole checkpoint, but of another training
+    │   ├── PluginError             plugin                  2   an installed plug-in that cannot be used
     │   └── SandboxUnsupported      sandbox.unsupported     2   this driver cannot do that
     ├── CheckFailed                 check                   1   a check or an invariant did not hold
     │   └── InvariantViolated       invariant               1
     ├── InfraFault                  infra                   3   the machinery failed, never the model
+    │   ├── CheckpointFault         checkpoint              3   files that cannot be written, or are damaged
     │   ├── EngineFault             engine                  3
     │   ├── RewardFault             reward                  3   a reward worker died, hung, or gave no number
     │   ├── SandboxFault            sandbox                 3   also SandboxLost (sandbox.lost)
@@ -88,6 +91,14 @@ class ModelUnsupported(ModelError):
     kind = "model.unsupported"
 
 
+class CheckpointMismatch(UsageError):
+    kind = "checkpoint.mismatch"
+
+
+class PluginError(UsageError):
+    kind = "plugin"
+
+
 class SandboxUnsupported(UsageError):
     kind = "sandbox.unsupported"
 
@@ -105,6 +116,10 @@ class InfraFault(CrozeError):
     """The machinery failed. It can never become a reward (invariant 1)."""
 
     kind = "infra"
+
+
+class CheckpointFault(InfraFault):
+    kind = "checkpoint"
 
 
 class EngineFault(InfraFault):

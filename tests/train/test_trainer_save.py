@@ -51,7 +51,7 @@ def assert_same(model, rig: small.Rig) -> None:
 def test_a_full_model_loads_in_transformers(name, tmp_path):
     files, rig = trained(name, tmp_path)
     folder = tmp_path / "out" / "model"
-    save_model(rig.trainer, files, folder)
+    save_model(rig.trainer.export(), files, folder, lora=rig.weights.lora)
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert (folder / "chat_template.jinja").exists()
@@ -67,7 +67,7 @@ def test_a_full_model_loads_in_transformers(name, tmp_path):
 def test_an_adapter_loads_in_peft(targets, tmp_path):
     files, rig = trained("qwen3", tmp_path, LoraSpec(rank=3, scale=2.0, targets=targets))
     folder = tmp_path / "adapter"
-    save_model(rig.trainer, files, folder)
+    save_model(rig.trainer.export(), files, folder, lora=rig.weights.lora)
     # the engine runs on the bf16 base that was published
     base = AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.bfloat16).float()
     assert_same(PeftModel.from_pretrained(base, folder), rig)
@@ -78,7 +78,7 @@ def test_nothing_is_overwritten(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(UsageError, match="exists"):
-        save_model(rig.trainer, files, folder)
+        save_model(rig.trainer.export(), files, folder, lora=rig.weights.lora)
     assert not list(folder.iterdir())
 
 
@@ -86,6 +86,6 @@ def test_what_an_interrupted_save_left_is_no_obstacle(tmp_path):
     files, rig = trained("llama, grouped queries", tmp_path)
     (tmp_path / ".model.partial").mkdir()
     (tmp_path / ".model.partial" / "junk").write_text("x")
-    save_model(rig.trainer, files, tmp_path / "model")
+    save_model(rig.trainer.export(), files, tmp_path / "model", lora=rig.weights.lora)
     assert not (tmp_path / "model" / "junk").exists()
     assert not (tmp_path / ".model.partial").exists()

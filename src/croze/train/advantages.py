@@ -9,10 +9,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 FLAT = 1e-9
+
+
+class Advantages(Protocol):
+    """What an algorithm compares an attempt with."""
+
+    @property
+    def min_valid(self) -> int:
+        """Fewest valid siblings a group needs; smaller groups are dropped and counted."""
+        ...
+
+    def __call__(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Group id -> scores [G] of its valid rollouts, to advantages of the same shape (float64)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRelative:
+    """Each group by itself; see ``group_relative``."""
+
+    std: bool
+
+    @property
+    def min_valid(self) -> int:
+        return 2
+
+    def __call__(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {group: group_relative(scores_G, std=self.std) for group, scores_G in scores.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOneOut:
+    """Each group by itself; see ``leave_one_out``."""
+
+    @property
+    def min_valid(self) -> int:
+        return 2
+
+    def __call__(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {group: leave_one_out(scores_G) for group, scores_G in scores.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormalised:
+    """All groups together; see ``batch_normalised``. A group of one is enough, unless it is its own baseline."""
+
+    group_baseline: bool
+
+    @property
+    def min_valid(self) -> int:
+        return 2 if self.group_baseline else 1
+
+    def __call__(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return batch_normalised(scores, group_baseline=self.group_baseline)
 
 
 def group_relative(scores_G: np.ndarray, *, std: bool) -> np.ndarray:

@@ -38,6 +38,11 @@ class Graph(Forward):
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return _SwiGlu.apply(gate_up)
 
+    def gated(self, gate_up: torch.Tensor, linear: Linear) -> torch.Tensor:
+        if linear.adapter is not None:
+            return super().gated(gate_up, linear)
+        return _Gated.apply(gate_up, linear, self.parameters)
+
     def block(
         self, x: torch.Tensor, layer: Layer, run: Callable[[torch.Tensor, Layer], torch.Tensor]
     ) -> torch.Tensor:
@@ -69,12 +74,34 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         parameters, key = ctx.parameters, ctx.linear.key
         if parameters.trains(key):
-            (x,) = ctx.saved_tensors
-            parameters.add_product(key, grad.t(), x)
-            if ctx.linear.bias is not None:
-                parameters.grad(key.removesuffix("weight") + "bias").add_(grad.sum(0, dtype=torch.float32))
+            _add_product(parameters, ctx.linear, grad, *ctx.saved_tensors)
         dx = grad @ parameters.plain(key) if ctx.needs_input_grad[0] else None
         return dx, None, None
+
+
+def _add_product(parameters: Parameters, linear: Linear, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """The gradients of a linear layer's own weight and bias."""
+    parameters.add_product(linear.key, grad.t(), x)
+    if linear.bias is not None:
+        parameters.grad(linear.key.removesuffix("weight") + "bias").add_(grad.sum(0, dtype=torch.float32))
+
+
+class _Gated(torch.autograd.Function):
+    """swiglu(gate_up) W^T (+ b), of which only ``gate_up`` is kept: making the product's input again costs less
+    than holding a third of the activations."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, linear: Linear, parameters: Parameters) -> torch.Tensor:
+        ctx.linear, ctx.parameters = linear, parameters
+        ctx.save_for_backward(gate_up)
+        return linear(kernels.swiglu(gate_up))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gate_up,) = ctx.saved_tensors
+        if ctx.parameters.trains(ctx.linear.key):
+            _add_product(ctx.parameters, ctx.linear, grad, kernels.swiglu(gate_up))
+        return _swiglu_backward(grad @ ctx.parameters.plain(ctx.linear.key), gate_up), None, None
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -105,10 +132,13 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        half = gate.shape[-1]
-        out[:, :half] = torch.ops.aten.silu_backward(grad * up, gate)
-        torch.mul(F.silu(gate), grad, out=out[:, half:])
-        return out
+        return _swiglu_backward(grad, *ctx.saved_tensors)
+
+
+def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    out = torch.empty_like(gate_up)
+    half = gate.shape[-1]
+    out[:, :half] = torch.ops.aten.silu_backward(grad * up, gate)
+    torch.mul(F.silu(gate), grad, out=out[:, half:])
+    return out

@@ -21,7 +21,7 @@ BUCKET_ELEMENTS = 1 << 25
 NORM_ROW = 512
 """A float32 sum of squares drifts (1e-3 at 2e7 elements); rows of this many are added up in float64."""
 
-STATE = ("step", "exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class AdamW:
             lr=optim.lr,
             betas=optim.betas,
             eps=optim.eps,
-            fused=True,
+            fused=not all(m.is_meta for m in masters.values()),
         )
         for master in masters.values():
             self._adamw.state[master] = {
@@ -112,26 +112,22 @@ class AdamW:
             self._apply(bucket, grads, scale)
         return StepStats(grad_norm=norm, lr=lr)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Moments and step counts, ``NAME/exp_avg`` etc., flat for safetensors; live tensors, not copies."""
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """exp_avg and exp_avg_sq, each by master's name; the live tensors, not copies."""
         return {
-            f"{name}/{key}": self._adamw.state[m][key] for name, m in self.masters.items() for key in STATE
+            kind: {name: self._adamw.state[m][kind] for name, m in self.masters.items()} for kind in MOMENTS
         }
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what ``state_dict`` gave, in place. It fits whole, or ``CheckFailed`` and no change."""
-        own = self.state_dict()
-        odd = sorted(own.keys() ^ state.keys())
-        odd = odd or [name for name, tensor in own.items() if tensor.shape != state[name].shape]
-        odd = odd or [name for name, tensor in own.items() if tensor.dtype != state[name].dtype]
-        if odd:
-            raise CheckFailed(
-                f"optimizer state does not fit this model ({len(odd)} tensors, e.g. {', '.join(odd[:3])})",
-                where="checkpoint",
-                fix="resume with the model, lora.rank and lora.targets that the checkpoint was made with",
-            )
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+    @property
+    def updates(self) -> int:
+        """Updates applied; skipped ones are none."""
+        return next((int(state["step"]) for state in self._adamw.state.values()), 0)
+
+    def resume(self, *, updates: int, skipped: int, skips_in_a_row: int) -> None:
+        """Go on from these counts; masters and moments are written in place by the caller."""
+        self.skipped, self.skips_in_a_row = skipped, skips_in_a_row
+        for state in self._adamw.state.values():
+            state["step"].fill_(updates)
 
     def _shape(self, name: str) -> torch.Size | None:
         return self.masters[name].shape if name in self.masters else None

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 
+from croze.config import Optim
 from croze.types import Batch, Group, Sample, WeightsId
 
 if TYPE_CHECKING:
     import torch
+
+    from croze.models.protocol import ModelFiles
+    from croze.models.weights import ModelWeights
 
 
 class LossInputs(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +67,8 @@ class Algorithm(Protocol):
 
 class TrainStats(msgspec.Struct, frozen=True, kw_only=True):
     """One ``forward_backward``: the loss, summed figures of the algorithm, tokens computed, and the largest
-    |trainer - sampler| log-prob of this batch's trained tokens (exactly 0 where the machine allows it)."""
+    |trainer - sampler| log-prob of this batch's trained tokens (exactly 0 where the machine allows it).
+    ``gaps``: the same (nats) over each rollout's trained tokens, by its id."""
 
     loss: float
     figures: dict[str, float]
@@ -69,17 +76,44 @@ class TrainStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     max_logprob_gap: float
     kl_rollout: float
+    gaps: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """One optimizer step: the gradient's global norm before clipping, and the rate used.
 
-    ``skipped``: the gradient was not finite, so nothing was changed.
+    ``skipped``: the gradient was not finite, so nothing was changed. ``waited_s``: seconds it stood still for a
+    snapshot that was still being written.
     """
 
     grad_norm: float
     lr: float
     skipped: bool = False
+    waited_s: float = 0.0
+
+
+class Snapshot(Protocol):
+    """The complete training state after some step, held still until it is written or closed.
+
+    Meant to be written on another thread while the next step generates and runs forward and backward; only its
+    optimizer step waits. A context manager that closes.
+    """
+
+    def write(self, folder: Path) -> tuple[Path, ...]:
+        """Write the state into ``folder`` (made if need be) and onto the disk; returns the files. Once only.
+
+        Raises CheckpointFault when the disk is full or fails, UsageError where a state is already; what was
+        begun is left for the caller to remove. The state is let go in any case.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the state go, unless it is being written: the writer lets it go then. May be called twice."""
+        ...
+
+    def __enter__(self) -> Snapshot: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class Trainer(Protocol):
@@ -111,3 +145,55 @@ class Trainer(Protocol):
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Canonical tensors that training never changes (the base under an adapter)."""
         ...
+
+    def snapshot(self) -> Snapshot:
+        """Hold the state as the last ``step`` left it: all that later steps depend on beside what the trainer is
+        built from, gradients not yet applied left out. Waits for a step or snapshot under way; raises
+        WaitExpired when that does not end."""
+        ...
+
+    def save(self, folder: Path) -> tuple[Path, ...]:
+        """``snapshot`` and ``write`` at once; see there."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from a saved state, bit for bit; whatever was accumulated is dropped. For a trainer built from the
+        same model and options; its weights are not published yet.
+
+        Raises CheckpointFault for missing or damaged files, CheckpointMismatch for another training's, and in both
+        cases nothing has changed.
+        """
+        ...
+
+
+@runtime_checkable
+class ShowsGradients(Protocol):
+    """What a trainer may offer beside: its gradients, to be looked at; fp32, by whatever names it gives them. It takes
+    a batch's samples to the loss in their order."""
+
+    def accumulated(self) -> Mapping[str, torch.Tensor]:
+        """What the next ``step`` will apply; live, not to be written to."""
+        ...
+
+    def gradient(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The gradients of ``batch`` by itself, before the next ``step``; what is accumulated stays as it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerParts:
+    """What a trainer is built from: the argument of every factory in the entry point group ``croze.train``.
+
+    ``weights`` (empty, but with architecture, numerics and the adapter asked for) may be filled by the trainer and
+    is then shared with an engine in this process; a trainer that leaves them alone has the engine fill them from
+    ``export``. ``published`` is the dtype of ``export``.
+    """
+
+    files: ModelFiles
+    weights: ModelWeights
+    algorithm: Algorithm
+    optim: Optim
+    steps: int
+    published: torch.dtype
+    temperature: float
+    seed: int

@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from croze.errors import UsageError
 from croze.models.protocol import ModelFiles
 from croze.models.weights import LoraSpec
-from croze.train.trainer import TorchTrainer
+from croze.train.state import flush, unwritten
 
 
-def save_model(trainer: TorchTrainer, files: ModelFiles, folder: Path) -> None:
+def save_model(
+    tensors: Iterable[tuple[str, torch.Tensor]], files: ModelFiles, folder: Path, *, lora: LoraSpec | None
+) -> None:
     """Write ``folder`` whole or not at all: a full fine-tune as model.safetensors with config and tokenizer, an
-    adapter in peft's format. A folder that exists is an error: nothing is overwritten."""
+    adapter (``lora``) in peft's format. A folder that exists is an error: nothing is overwritten.
+
+    ``tensors``: what ``Trainer.export`` gives; later steps do not change tensors that were exported. Raises
+    CheckpointFault when the disk is full or fails.
+    """
     if folder.exists():
         raise UsageError(
             f"{folder} exists", where="saving the model", fix="name a folder that does not exist yet"
         )
     staging = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    spec = trainer.weights.lora
-    if spec is None:
-        save_file(dict(trainer.export()), staging / "model.safetensors", metadata={"format": "pt"})
-        _copy_beside(files.path, staging, trainer.parameters.published)
-    else:
-        save_file(dict(trainer.export()), staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        (staging / "adapter_config.json").write_text(json.dumps(_adapter_config(spec, files), indent=1))
-    for path in (*staging.iterdir(), staging):
-        _flush(path)
-    staging.rename(folder)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    """A file's or directory's content onto the disk."""
-    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        staging.mkdir(parents=True)
+        _write(dict(tensors), files, staging, lora)
+        for path in (*staging.iterdir(), staging):
+            flush(path)
+        staging.rename(folder)
+        flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise unwritten("the model", folder, error) from error
+
+
+def _write(tensors: dict[str, torch.Tensor], files: ModelFiles, folder: Path, lora: LoraSpec | None) -> None:
+    if lora is None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        _copy_beside(files.path, folder, next(iter(tensors.values())).dtype)
+    else:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(_adapter_config(lora, files), indent=1))
 
 
 def _copy_beside(source: Path, target: Path, dtype: torch.dtype) -> None:

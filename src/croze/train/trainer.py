@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from croze.config import Lora, Optim
-from croze.models.teacher import GroupAttention, Packing
+from croze.models.layout import read_tensors
+from croze.models.packing import Packing
+from croze.models.teacher import group_attention
 from croze.models.transformer import Forward, hidden_states
 from croze.models.weights import LoraSpec, ModelWeights
 from croze.train.graph import Graph
 from croze.train.head import Head
 from croze.train.optimizer import AdamW
 from croze.train.parameters import Parameters
-from croze.train.protocol import Algorithm, LossInputs, StepStats, TrainStats
+from croze.train.protocol import Algorithm, LossInputs, StepStats, TrainerParts, TrainStats
+from croze.train.state import Header, Hold, StateSnapshot, digest, read_header, read_state
 from croze.types import Batch, Sample, WeightsId
 
 
@@ -54,6 +60,8 @@ class TorchTrainer:
         )
         self.optimizer = AdamW(self.parameters.masters, optim, steps=steps)
         self.reference = self._reference() if algorithm.needs_reference else None
+        self._origin = self._fingerprint()
+        self._hold = Hold()
         self._release = release and weights.lora is None and not optim.checkpointing
         self._current: WeightsId | None = None
 
@@ -101,16 +109,33 @@ class TorchTrainer:
 
     def forward_backward(self, batch: Batch) -> TrainStats:
         """Accumulate the gradients of ``batch``; the sum over micro-batches is the whole batch's loss."""
+        return self._forward_backward(batch, release=self._release)
+
+    def accumulated(self) -> Mapping[str, torch.Tensor]:
+        """The gradients that the next ``step`` will apply, fp32 by fused key; live, not to be written to."""
+        return self.parameters.grads
+
+    def gradient(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The gradients of ``batch`` by itself, fp32 by fused key; what is accumulated stays as it is."""
+        kept, self.parameters.grads = self.parameters.grads, {}
+        try:
+            self._forward_backward(batch, release=False)
+            return self.parameters.grads
+        finally:
+            self.parameters.grads = kept
+
+    def _forward_backward(self, batch: Batch, *, release: bool) -> TrainStats:
         weights = self._fresh()
         total = _Totals()
         micros = self._microbatches(range(len(batch.samples)), batch.samples)
         for micro in micros:
             last = micro is micros[-1]
-            self._micro_step(weights, [batch.samples[i] for i in micro], total, last=last)
+            samples = [batch.samples[i] for i in micro]
+            self._micro_step(weights, samples, total, release=release and last)
         return total.stats()
 
     def _micro_step(
-        self, weights: ModelWeights, samples: list[Sample], total: _Totals, *, last: bool
+        self, weights: ModelWeights, samples: list[Sample], total: _Totals, *, release: bool
     ) -> None:
         packing = self._pack(samples)
         if not len(packing.targets_M):
@@ -128,9 +153,10 @@ class TorchTrainer:
         wanted = [found] if entropy is None else [found, entropy]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
         total.add(loss, figures, inputs, packing)
+        total.note_gaps(samples, inputs)
         if all(g is None or not g.any() for g in grads):
             return
-        if last and self._release and head.kept:
+        if release and head.kept:
             weights.release()
         with torch.no_grad():
             dlogp = torch.zeros_like(found) if grads[0] is None else grads[0]
@@ -140,10 +166,57 @@ class TorchTrainer:
 
     def step(self, step: int) -> StepStats:
         """Apply the accumulated gradients at the rate of loop step ``step`` (from 1)."""
-        self.parameters.changed()
-        stats = self.optimizer.step(self.parameters.grads, step=step)
-        self._current = None
-        return stats
+        began = time.monotonic()
+        with self._hold.taken(f"the optimizer's step {step}"):
+            waited = time.monotonic() - began
+            self.parameters.changed()
+            stats = self.optimizer.step(self.parameters.grads, step=step)
+            self._current = None
+        return msgspec.structs.replace(stats, waited_s=waited)
+
+    def snapshot(self) -> StateSnapshot:
+        """Hold the state as it is after the last step; the next one waits until it is written or closed."""
+        self._hold.take("a snapshot")
+        return StateSnapshot(self._header(), self._state, self._hold)
+
+    def save(self, folder: Path) -> tuple[Path, ...]:
+        with self.snapshot() as held:
+            return held.write(folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on from a saved state. The reference and an adapter's base are those this trainer was built with,
+        which the header is held to."""
+        with self._hold.taken("loading a training state"), torch.no_grad():
+            header = read_header(folder, self._header())
+            read_state(folder, header, dict(self._state()))
+            self.optimizer.resume(
+                updates=header.updates, skipped=header.skipped, skips_in_a_row=header.skips_in_a_row
+            )
+            self.parameters.grads.clear()
+            self.parameters.changed()
+            self._current = None
+
+    def _header(self) -> Header:
+        return Header(
+            algorithm=self.algorithm.name,
+            lora=self.weights.lora,
+            origin=self._origin,
+            updates=self.optimizer.updates,
+            skipped=self.optimizer.skipped,
+            skips_in_a_row=self.optimizer.skips_in_a_row,
+        )
+
+    def _state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Masters and moments, live, as KIND/NAME."""
+        for kind, fused in {"masters": self.parameters.masters, **self.optimizer.moments()}.items():
+            for name, tensor in self.parameters.canonical(fused):
+                yield f"{kind}/{name}", tensor
+
+    def _fingerprint(self) -> str:
+        """Of the initial weights, where later steps depend on them: an adapter's base, a KL term's reference."""
+        if self.weights.lora is not None:
+            return digest(self.frozen())
+        return digest(self.export()) if self.reference is not None else ""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.parameters.export()
@@ -160,7 +233,7 @@ class TorchTrainer:
         return Packing(samples, share=self.optim.share_prompt, device=self.weights.recipe.device)
 
     def _hidden(self, weights: ModelWeights, packing: Packing, ops: Forward) -> torch.Tensor:
-        attend = GroupAttention(packing, weights.arch, weights.recipe)
+        attend = group_attention(packing, weights.arch, weights.recipe)
         x = hidden_states(weights, packing.ids_N, packing.positions_N, attend, ops)
         return ops.norm(x[packing.rows_M], weights.norm, weights.arch.norm_eps)
 
@@ -214,6 +287,21 @@ class TorchTrainer:
         )
 
 
+def build(parts: TrainerParts) -> TorchTrainer:
+    """The built-in trainer, alone with its weights while it trains; entry point ``torch`` of ``croze.train``."""
+    return TorchTrainer(
+        parts.weights,
+        read_tensors(parts.files.path),
+        parts.algorithm,
+        parts.optim,
+        steps=parts.steps,
+        published=parts.published,
+        temperature=parts.temperature,
+        seed=parts.seed,
+        release=True,
+    )
+
+
 def lora_spec(lora: Lora) -> LoraSpec | None:
     """The adapter a declaration asks for; None trains all weights."""
     if lora.rank == 0:
@@ -229,7 +317,8 @@ class _Totals:
     """Figures summed over micro-batches."""
 
     def __init__(self) -> None:
-        self.loss = self.k3 = self.gap = 0.0
+        self.loss = self.k3 = 0.0
+        self.gaps: dict[str, float] = {}
         self.computed = self.trained = 0
         self.figures: dict[str, float] = {}
 
@@ -239,12 +328,24 @@ class _Totals:
         with torch.no_grad():
             log_ratio = inputs.logprobs_N - inputs.rollout_N
             self.k3 += float((log_ratio.clamp(max=20.0).exp() - 1 - log_ratio).sum())
-            self.gap = max(self.gap, float(log_ratio.abs().max()))
         self.loss += float(loss.detach())
         self.computed += packing.tokens
         self.trained += len(packing.targets_M)
         for name, value in figures.items():
             self.figures[name] = self.figures.get(name, 0.0) + value
+
+    def note_gaps(self, samples: Sequence[Sample], inputs: LossInputs) -> None:
+        """The largest |trainer - sampler| log-prob of each sample, under its rollout."""
+        with torch.no_grad():
+            gap_N = (inputs.logprobs_N - inputs.rollout_N).abs()
+            # a sample without trained tokens keeps -1, and has no gap
+            largest = gap_N.new_full((len(samples),), -1.0).scatter_reduce(
+                0, inputs.sequence_N, gap_N, "amax"
+            )
+        for sample, gap in zip(samples, largest.tolist(), strict=True):
+            if gap != -1.0:
+                before = self.gaps.get(sample.rollout_id, 0.0)
+                self.gaps[sample.rollout_id] = float(np.maximum(before, gap))  # nan stays nan
 
     def stats(self) -> TrainStats:
         return TrainStats(
@@ -252,6 +353,7 @@ class _Totals:
             figures=self.figures,
             tokens_computed=self.computed,
             tokens_trained=self.trained,
-            max_logprob_gap=self.gap,
+            max_logprob_gap=float(np.max([*self.gaps.values()], initial=0.0)),
             kl_rollout=self.k3 / max(self.trained, 1),
+            gaps=self.gaps,
         )

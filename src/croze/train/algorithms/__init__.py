@@ -1,39 +1,38 @@
 """Algorithms: groups -> advantages and normalisers -> a loss. One class per paper, one loss around them.
 
 ``build`` turns the ``algo.*`` options into an ``Algorithm``; formulas and papers are in each class's
-docstring.
+docstring. ``algo.name`` is looked up in the entry point group ``croze.train.algorithms``.
 """
 
 from __future__ import annotations
 
 import math
 
+from croze import plugins
 from croze.config import Algo, Sampling
 from croze.errors import ConfigError
 from croze.train.algorithms.assembly import Assembler
-from croze.train.algorithms.cispo import Cispo
-from croze.train.algorithms.grpo import Grpo
-from croze.train.algorithms.gspo import Gspo
 from croze.train.algorithms.policy_gradient import PolicyGradient
-from croze.train.algorithms.reinforce_pp import ReinforcePlusPlus
-from croze.train.algorithms.rloo import Rloo
 from croze.train.algorithms.rule import Rule
 
-__all__ = ["Cispo", "Grpo", "Gspo", "PolicyGradient", "ReinforcePlusPlus", "Rloo", "Rule", "build", "check"]
+__all__ = ["PolicyGradient", "Rule", "build"]
 
-GROUP_STD = ("grpo", "gspo", "cispo")
-"""Algorithms that divide by the group's standard deviation."""
+READ_BY = {"advantage_std": "grpo, gspo or cispo", "group_baseline": "reinforce++"}
+"""Options that only some algorithms read, with the built-in ones that do."""
 
 
 def build(algo: Algo, sampling: Sampling, *, minibatches: int = 1) -> PolicyGradient:
     """The algorithm that ``algo`` names. ``minibatches``: optimizer steps per batch of rollouts.
 
-    Raises ``ConfigError`` for options that do not fit together (see ``check``).
+    Raises ``ConfigError`` for an unknown name, for options that make no loss, and for options that would silently
+    do nothing; ``PluginError`` where an installed algorithm cannot be used.
     """
-    check(algo, sampling)
+    _check_ranges(algo)
+    _check_sampling(sampling)
     if minibatches < 1:
         raise ConfigError(f"optim.minibatches wants at least 1, got {minibatches}", where="optim.minibatches")
-    rule = _rule(algo)
+    rule: Rule = plugins.make("croze.train.algorithms", algo.name, algo, keeps=Rule)
+    _check_idle(algo, rule)
     assembler = Assembler(
         rule=rule,
         normalizer=algo.normalizer,
@@ -46,17 +45,12 @@ def build(algo: Algo, sampling: Sampling, *, minibatches: int = 1) -> PolicyGrad
     return PolicyGradient(rule=rule, algo=algo, assembler=assembler)
 
 
-def check(algo: Algo, sampling: Sampling) -> None:
-    """Refuse options that make no loss, and options that would silently do nothing."""
-    _check_ranges(algo)
-    _check_sampling(sampling)
+def _check_idle(algo: Algo, rule: Rule) -> None:
+    """Refuse options that were set and that nothing would read."""
     default = Algo()
-    if algo.name not in GROUP_STD and algo.advantage_std != default.advantage_std:
-        raise _idle("advantage_std", algo, f"algo.name={algo.name}", f"it is read by {', '.join(GROUP_STD)}")
-    if algo.name != "reinforce++" and algo.group_baseline != default.group_baseline:
-        raise _idle(
-            "group_baseline", algo, f"algo.name={algo.name}", "set algo.name=reinforce++, or leave it out"
-        )
+    for option, readers in READ_BY.items():
+        if option not in rule.options and getattr(algo, option) != getattr(default, option):
+            raise _idle(option, algo, f"algo.name={algo.name}", f"set algo.name={readers}, or leave it out")
     if algo.anchor == "rollout" and algo.importance != "none":
         raise _idle(
             "importance",
@@ -66,21 +60,6 @@ def check(algo: Algo, sampling: Sampling) -> None:
         )
     if algo.importance == "none" and algo.importance_cap != default.importance_cap:
         raise _idle("importance_cap", algo, "algo.importance=none", "set algo.importance=truncate or mask")
-
-
-def _rule(algo: Algo) -> Rule:
-    low, high = algo.clip_low, algo.clip_high
-    match algo.name:
-        case "grpo":
-            return Grpo(clip_low=low, clip_high=high, advantage_std=algo.advantage_std)
-        case "rloo":
-            return Rloo(clip_low=low, clip_high=high)
-        case "reinforce++":
-            return ReinforcePlusPlus(clip_low=low, clip_high=high, group_baseline=algo.group_baseline)
-        case "gspo":
-            return Gspo(clip_low=low, clip_high=high, advantage_std=algo.advantage_std)
-        case "cispo":
-            return Cispo(clip_low=low, clip_high=high, advantage_std=algo.advantage_std)
 
 
 def _check_ranges(algo: Algo) -> None:

@@ -72,8 +72,8 @@ class Assembler:
         ill-formed.
         """
         attempts = self._collect(groups)
-        kept = [a for a in attempts if len(a.rollouts) >= self.rule.min_valid]
-        dropped = [a for a in attempts if len(a.rollouts) < self.rule.min_valid]
+        kept = [a for a in attempts if len(a.rollouts) >= self.rule.advantages.min_valid]
+        dropped = [a for a in attempts if len(a.rollouts) < self.rule.advantages.min_valid]
         advantages = self.rule.advantages({a.group_id: a.scores_G for a in kept})
         kept = [dataclasses.replace(a, advantages_G=advantages[a.group_id]) for a in kept]
         moving, still = [a for a in kept if a.moves], [a for a in kept if not a.moves]

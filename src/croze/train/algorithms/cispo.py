@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-
-from croze.train.advantages import group_relative
-from croze.train.algorithms.rule import Tokens
+from croze.config import Algo
+from croze.train.advantages import GroupRelative
+from croze.train.algorithms.rule import ClippedWeight, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +22,14 @@ class Cispo:
     """
 
     name: ClassVar[str] = "cispo"
-    clip_low: float
-    clip_high: float
-    advantage_std: bool = True
+    options: ClassVar[tuple[str, ...]] = ("advantage_std",)
+    advantages: GroupRelative
+    objective: ClippedWeight
+    pooled = staticmethod(per_token)
 
-    @property
-    def min_valid(self) -> int:
-        return 2
-
-    def advantages(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {group: group_relative(scores_G, std=self.advantage_std) for group, scores_G in scores.items()}
-
-    def pooled(self, log_ratio_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return log_ratio_N
-
-    def objective(
-        self, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ratio_N = ratio_N.detach()
-        weight_N = ratio_N.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        return weight_N * advantages_N * logprobs_N, weight_N != ratio_N
+    @classmethod
+    def of(cls, algo: Algo) -> Cispo:
+        return cls(
+            advantages=GroupRelative(std=algo.advantage_std),
+            objective=ClippedWeight(low=algo.clip_low, high=algo.clip_high),
+        )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-
-from croze.train.advantages import group_relative
-from croze.train.algorithms.rule import Tokens, clipped_objective
+from croze.config import Algo
+from croze.train.advantages import GroupRelative
+from croze.train.algorithms.rule import Clipped, per_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,25 +25,14 @@ class Gspo:
     """
 
     name: ClassVar[str] = "gspo"
-    clip_low: float
-    clip_high: float
-    advantage_std: bool = True
+    options: ClassVar[tuple[str, ...]] = ("advantage_std",)
+    advantages: GroupRelative
+    objective: Clipped
+    pooled = staticmethod(per_sequence)
 
-    @property
-    def min_valid(self) -> int:
-        return 2
-
-    def advantages(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {group: group_relative(scores_G, std=self.advantage_std) for group, scores_G in scores.items()}
-
-    def pooled(self, log_ratio_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        zeros_Q = log_ratio_N.new_zeros(tokens.sequences)
-        sums_Q = zeros_Q.index_add(0, tokens.sequence_N, log_ratio_N)
-        lengths_Q = zeros_Q.index_add(0, tokens.sequence_N, (tokens.mask_N > 0).to(log_ratio_N.dtype))
-        means_Q = sums_Q / lengths_Q.clamp(min=1.0)
-        return means_Q.index_select(0, tokens.sequence_N)
-
-    def objective(
-        self, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)
+    @classmethod
+    def of(cls, algo: Algo) -> Gspo:
+        return cls(
+            advantages=GroupRelative(std=algo.advantage_std),
+            objective=Clipped(low=algo.clip_low, high=algo.clip_high),
+        )

@@ -18,6 +18,21 @@ LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """A loss token by token, float64 [N] (``clipped_N``, ``cut_N`` bool), 0 where masked. None: there is no such
+    term."""
+
+    loss_N: torch.Tensor
+    ratio_N: torch.Tensor
+    clipped_N: torch.Tensor
+    anchor_kl_N: torch.Tensor
+    correction_N: torch.Tensor | None
+    cut_N: torch.Tensor | None
+    reference_kl_N: torch.Tensor | None
+    entropy_N: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradient:
     """An ``Algorithm``: a rule (the paper) with the terms that every paper shares.
 
@@ -66,6 +81,25 @@ class PolicyGradient:
         ``reference_kl_sum``, ``entropy_sum``. Whatever masked tokens hold, NaN included, reaches neither loss
         nor gradient.
         """
+        terms = self.terms(inputs)
+        figures: dict[str, torch.Tensor] = {
+            "tokens": inputs.mask_N > 0,
+            "clipped_tokens": terms.clipped_N,
+            "ratio_sum": terms.ratio_N,
+            "anchor_kl_sum": terms.anchor_kl_N,
+        }
+        if terms.correction_N is not None and terms.cut_N is not None:
+            figures |= {"importance_sum": terms.correction_N, "importance_cut_tokens": terms.cut_N}
+        if terms.reference_kl_N is not None:
+            figures["reference_kl_sum"] = terms.reference_kl_N
+        if terms.entropy_N is not None:
+            figures["entropy_sum"] = terms.entropy_N
+        loss = terms.loss_N.sum()
+        sums = torch.stack([values_N.detach().sum(dtype=torch.float64) for values_N in figures.values()])
+        return loss, dict(zip(figures, sums.tolist(), strict=True))
+
+    def terms(self, inputs: LossInputs) -> Terms:
+        """What the loss is made of at each token; ``loss`` is the sum of ``loss_N``."""
         trained_N = inputs.mask_N > 0
 
         def pick(values_N: torch.Tensor) -> torch.Tensor:
@@ -76,30 +110,30 @@ class PolicyGradient:
         log_ratio_N = _bounded(logprobs_N - anchor_N)
         ratio_N = self.rule.pooled(log_ratio_N, inputs).exp()
         objective_N, clipped_N = self.rule.objective(ratio_N, logprobs_N, pick(inputs.advantages_N))
-        figures: dict[str, torch.Tensor] = {
-            "tokens": trained_N,
-            "clipped_tokens": clipped_N & trained_N,
-            "ratio_sum": pick(ratio_N),
-            "anchor_kl_sum": _k3(log_ratio_N),
-        }
+        correction_N = cut_N = kl_N = entropy_N = None
         if self.algo.importance != "none":
             correction_N, cut_N = self._importance(anchor_N, pick(inputs.rollout_N), inputs)
             objective_N = correction_N * objective_N
-            figures |= {"importance_sum": pick(correction_N), "importance_cut_tokens": cut_N & trained_N}
+            correction_N, cut_N = pick(correction_N), cut_N & trained_N
         term_N = -objective_N
         if self.needs_reference:
             assert inputs.reference_N is not None, "algo.kl needs reference log-probs"
             kl_N = _k3(_bounded(pick(inputs.reference_N) - logprobs_N))
             term_N = term_N + self.algo.kl * kl_N
-            figures["reference_kl_sum"] = kl_N
         if self.needs_entropy:
             assert inputs.entropy_N is not None, "algo.entropy needs the policy's entropies"
             entropy_N = pick(inputs.entropy_N)
             term_N = term_N - self.algo.entropy * entropy_N
-            figures["entropy_sum"] = entropy_N
-        loss = (pick(inputs.weights_N) * term_N).sum()
-        sums = torch.stack([values_N.detach().sum(dtype=torch.float64) for values_N in figures.values()])
-        return loss, dict(zip(figures, sums.tolist(), strict=True))
+        return Terms(
+            loss_N=pick(inputs.weights_N) * term_N,
+            ratio_N=pick(ratio_N),
+            clipped_N=clipped_N & trained_N,
+            anchor_kl_N=_k3(log_ratio_N),
+            correction_N=correction_N,
+            cut_N=cut_N,
+            reference_kl_N=kl_N,
+            entropy_N=entropy_N,
+        )
 
     def _importance(
         self, anchor_N: torch.Tensor, rollout_N: torch.Tensor, inputs: LossInputs

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-
-from croze.train.advantages import batch_normalised
-from croze.train.algorithms.rule import Tokens, clipped_objective
+from croze.config import Algo
+from croze.train.advantages import BatchNormalised
+from croze.train.algorithms.rule import Clipped, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +25,14 @@ class ReinforcePlusPlus:
     """
 
     name: ClassVar[str] = "reinforce++"
-    clip_low: float
-    clip_high: float
-    group_baseline: bool = False
+    options: ClassVar[tuple[str, ...]] = ("group_baseline",)
+    advantages: BatchNormalised
+    objective: Clipped
+    pooled = staticmethod(per_token)
 
-    @property
-    def min_valid(self) -> int:
-        return 2 if self.group_baseline else 1
-
-    def advantages(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return batch_normalised(scores, group_baseline=self.group_baseline)
-
-    def pooled(self, log_ratio_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return log_ratio_N
-
-    def objective(
-        self, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)
+    @classmethod
+    def of(cls, algo: Algo) -> ReinforcePlusPlus:
+        return cls(
+            advantages=BatchNormalised(group_baseline=algo.group_baseline),
+            objective=Clipped(low=algo.clip_low, high=algo.clip_high),
+        )

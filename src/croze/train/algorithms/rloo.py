@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-import torch
-
-from croze.train.advantages import leave_one_out
-from croze.train.algorithms.rule import Tokens, clipped_objective
+from croze.config import Algo
+from croze.train.advantages import LeaveOneOut
+from croze.train.algorithms.rule import Clipped, per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +23,14 @@ class Rloo:
     """
 
     name: ClassVar[str] = "rloo"
-    clip_low: float
-    clip_high: float
+    options: ClassVar[tuple[str, ...]] = ()
+    advantages: LeaveOneOut
+    objective: Clipped
+    pooled = staticmethod(per_token)
 
-    @property
-    def min_valid(self) -> int:
-        return 2
-
-    def advantages(self, scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {group: leave_one_out(scores_G) for group, scores_G in scores.items()}
-
-    def pooled(self, log_ratio_N: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        return log_ratio_N
-
-    def objective(
-        self, ratio_N: torch.Tensor, logprobs_N: torch.Tensor, advantages_N: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return clipped_objective(ratio_N, advantages_N, self.clip_low, self.clip_high)
+    @classmethod
+    def of(cls, algo: Algo) -> Rloo:
+        return cls(
+            advantages=LeaveOneOut(),
+            objective=Clipped(low=algo.clip_low, high=algo.clip_high),
+        )
