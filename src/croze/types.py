@@ -75,7 +75,8 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt at a task, as tokens. Text is derived from tokens, never the reverse.
 
     ids_T int32; logprobs_T float32 (natural log, NaN where not sampled); mask_T bool (trained tokens).
-    ``logprobs_kind`` marks whether temperature was applied ("processed") or not ("raw").
+    ``logprobs_kind`` marks whether temperature was applied ("processed") or not ("raw"). Clock seconds:
+    ``t_start`` when the engine had room for it, which it waited for ``waited_s``; ``t_end`` at its last token.
     """
 
     id: str
@@ -94,6 +95,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     reply: str
     logprobs_kind: Literal["raw", "processed"] = "processed"
     outcome: Outcome | None = None
+    waited_s: float = 0.0
     t_start: float = 0.0
     t_end: float = 0.0
 

@@ -1,5 +1,6 @@
 """The trace: what is written is read, while it is written, after a crash at any byte, after a resume."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -62,7 +63,9 @@ def test_what_is_recorded_is_read(tmp_path):
         )
         train.work(tokens=7, rollouts=1)
         pieces = ["a", "b", "c", "d", "e", "f", "g"]
-        recorder.rollout(make_rollout(), pieces=pieces, advantage=0.5, max_gap=0.0)
+        turns = ({"called": 1.0, "it's": -0.5}, {})
+        told = Outcome(score=1.0, parts={"right": 1.0}, turns=turns)
+        recorder.rollout(make_rollout(outcome=told), pieces=pieces, advantage=0.5, max_gap=0.0)
         recorder.rollout(make_rollout(1, 2, outcome=Outcome(valid=False, fault="infra", message="gone")))
         recorder.row(
             RolloutRow(
@@ -98,6 +101,9 @@ def test_what_is_recorded_is_read(tmp_path):
             "gone",
         )
         assert (third["reply"], third["t_start"]) == (None, None)
+        assert first["turn_parts"] == list(turns) and second["turn_parts"] == third["turn_parts"] == []
+        found = reader.query("SELECT turn_parts[1]['it''s'] AS part FROM rollouts WHERE len(turn_parts) > 0")
+        assert found == [{"part": -0.5}]
         tokens = reader.tokens("g0.0.0")
         assert [t["text"] for t in tokens] == pieces
         assert [t["logprob"] for t in tokens] == [None] * 3 + [-1.0, -2.0, -3.0, -4.0]
@@ -238,6 +244,84 @@ def test_a_file_of_an_older_schema_reads_with_nulls(tmp_path):
         stream.write_batch(pa.record_batch([["train"], pa.array([3], pa.int32())], schema=older))
     (span,) = read_table(tmp_path, "spans").to_pylist()
     assert (span["stave"], span["step"], span["role"], span["tokens"]) == ("train", 3, None, None)
+
+
+def test_a_run_of_before_reads_beside_a_newer_one(tmp_path):
+    newest = tables.schema("rollouts")
+    older = pa.schema([field for field in newest if field.name != "turn_parts"])
+    folder = tmp_path / "trace" / "rollouts"
+    folder.mkdir(parents=True)
+    row = {"rollout_id": "g0.0.0", "group_id": "g0", "parts": '{"a":1.0}', "score": 1.0, "step": 1}
+    with pa.OSFile(str(folder / "000001.arrows"), "wb") as file, pa.ipc.new_stream(file, older) as stream:
+        stream.write_batch(pa.RecordBatch.from_pylist([row], schema=older))
+    with Recorder(tmp_path / "trace") as recorder:
+        recorder.rollout(make_rollout(1, step=2, outcome=Outcome(score=1.0, turns=({"a": 2.0},))))
+    with TraceReader(tmp_path) as reader:
+        assert [r["turn_parts"] for r in reader.rollouts()] == [None, [{"a": 2.0}]]
+        assert reader.query("SELECT turn_parts[1]['a'] AS a FROM rollouts ORDER BY step") == [
+            {"a": None},
+            {"a": 2.0},
+        ]
+
+
+def test_a_column_of_another_kind_is_refused_by_name(tmp_path):
+    other = pa.schema([("turn_parts", pa.int64())])
+    with pa.OSFile(str(tmp_path / "000001.arrows"), "wb") as file, pa.ipc.new_stream(file, other) as stream:
+        stream.write_batch(pa.record_batch([[3]], schema=other))
+    with pytest.raises(UsageError, match=r"turn_parts.*int64") as refused:
+        read_table(tmp_path, "rollouts")
+    assert refused.value.where == str(tmp_path / "000001.arrows")
+
+
+def test_tokens_are_spelled_once_each(tmp_path):
+    asked: list[int] = []
+
+    def spell(token: int) -> str:
+        asked.append(token)
+        return f"<{token}>"
+
+    with Recorder(tmp_path / "trace", spell=spell) as recorder:
+        recorder.rollout(make_rollout())
+        recorder.rollout(make_rollout(1), pieces=list("abcdefg"))
+        recorder.rollout(make_rollout(2, generated=5))
+    with TraceReader(tmp_path) as reader:
+        texts = ["".join(t["text"] for t in reader.tokens(f"g{g}.0.0")) for g in range(3)]
+    assert texts == ["<0><1><2><3><4><5><6>", "abcdefg", "<0><1><2><3><4><5><6><7>"]
+    assert asked == list(range(8))
+
+
+def test_work_that_overlaps_a_flush_counts_on_both_sides(tmp_path):
+    """Three pieces, each flushed at another time: 0-4, 2-6, 3-8; another stave's does not count."""
+    clock = VirtualClock()
+
+    async def play(recorder: Recorder) -> None:
+        async def at(second: float) -> None:
+            await clock.advance(second - clock.now())
+
+        first = recorder.begin("decode")
+        recorder.begin("train")
+        await at(2)
+        second = recorder.begin("decode", enabler=first)
+        await at(3)
+        third = recorder.begin("decode", enabler=first, enabler_type="resource")
+        await at(4)
+        recorder.end(first)
+        recorder.flush()
+        await at(6)
+        recorder.end(second, ok=False)
+        recorder.flush()
+        await at(8)
+        recorder.end(third)
+
+    with Recorder(tmp_path / "trace", clock=clock, wall=0.0) as recorder:
+        asyncio.run(play(recorder))
+    with TraceReader(tmp_path) as reader:
+        spans = reader.query("SELECT * FROM spans ORDER BY span_id")
+    assert [s["concurrency"] for s in spans] == pytest.approx([7 / 4, 9 / 4, 9 / 5])
+    assert [s["ok"] for s in spans] == [True, False, True]
+    assert [s["t_request"] for s in spans] == [0, 2, 3], (
+        "an enabler that still runs has not let anything start"
+    )
 
 
 def test_two_recorders_never_share_a_file(tmp_path):

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,19 +34,36 @@ def _to_stderr(data: bytes) -> None:
     sys.stderr.write(data.decode("utf-8", "replace"))
 
 
-class _Ask:
-    """One call: its rollouts, who waits for the outcomes, and until when."""
+class Watch(Protocol):
+    """Told of a call's borders as they happen: its turn comes (at most once), its outcomes are there."""
 
-    def __init__(self, rollouts: list[Rollout]) -> None:
-        self.rollouts = rollouts
+    def starts(self) -> None: ...
+
+    def ends(self) -> None: ...
+
+
+class _Ask:
+    """One call: its rollouts, who waits for the outcomes, until when, and who watches."""
+
+    def __init__(self, rollouts: list[Rollout], watch: Watch | None) -> None:
+        self.rollouts, self.watch = rollouts, watch
+        self.started = False
         self.outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
         self.deadline = 0.0
         self.alarm: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """It goes to the worker; what goes there again, after a loss, has started before."""
+        if self.watch is not None and not self.started:
+            self.watch.starts()
+        self.started = True
 
     def settle(self, outcomes: list[Outcome]) -> None:
         self.rest()
         if not self.outcomes.done():
             self.outcomes.set_result(outcomes)
+            if self.watch is not None:
+                self.watch.ends()
 
     def fail(self, error: Exception) -> None:
         self.rest()
@@ -113,12 +130,17 @@ class Judge:
         self._listener = asyncio.create_task(self._listen(worker))
 
     @property
+    def worker_pid(self) -> int:
+        """The process in which rewards run now; another after a restart."""
+        return self._worker.pid
+
+    @property
     def batched(self) -> bool:
         """Whether siblings are judged in one call."""
         return self.spec.batched
 
-    async def judge(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
-        """One outcome a rollout, in order. A batched reward is called once per group.
+    async def judge(self, rollouts: Sequence[Rollout], *, watch: Watch | None = None) -> list[Outcome]:
+        """One outcome a rollout, in order. A batched reward is called once per group. ``watch`` sees every call.
 
         Raises TasksError for a task without a column that the reward needs, DeclarationError for columns that
         cannot travel, and whatever made a new worker impossible.
@@ -126,7 +148,7 @@ class Judge:
         for rollout in rollouts:
             check_task(self.spec, rollout.task)
         calls = _by_group(rollouts) if self.spec.batched else [[r] for r in rollouts]
-        asks = [self._ask(call) for call in calls]
+        asks = [self._ask(call, watch) for call in calls]
         self._pump()
         done = await asyncio.gather(*(ask.outcomes for ask in asks))
         by_rollout = {
@@ -136,10 +158,10 @@ class Judge:
         }
         return [by_rollout[id(r)] for r in rollouts]
 
-    def _ask(self, rollouts: list[Rollout]) -> _Ask:
+    def _ask(self, rollouts: list[Rollout], watch: Watch | None) -> _Ask:
         if self._broken is not None:
             raise self._broken
-        number, ask = next(self._numbers), _Ask(rollouts)
+        number, ask = next(self._numbers), _Ask(rollouts, watch)
         self._asks[number] = ask
         self._desk.add(number)
         return ask
@@ -161,6 +183,7 @@ class Judge:
                     ask.fail(error)
                     self._finish(number)
                     continue
+                ask.start()
                 ask.deadline = loop.time() + self._options.timeout_s + (_GRACE_S if self.spec.is_async else 0)
                 ask.alarm = loop.call_at(ask.deadline, self._overdue)
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from croze import wire
-from croze.errors import DeclarationError, RewardFault, SandboxFault, SandboxLost, SandboxUnavailable
+from croze.errors import (
+    ConfigError,
+    DeclarationError,
+    PluginError,
+    RewardFault,
+    SandboxFault,
+    SandboxLost,
+    SandboxUnavailable,
+)
 from croze.reward.messages import FromWorker, Ready, Refused, Setup
 from croze.sandbox import cgroup
 from croze.sandbox.children import ended
@@ -26,6 +34,19 @@ _END_S = 3.0
 _DEAF_S = 1.0
 """A worker without its socket exits at once; code that holds it up only makes its neighbours wait."""
 _TAIL = 4096
+
+_REFUSALS = {
+    error.kind: error
+    for error in (
+        ConfigError,
+        DeclarationError,
+        PluginError,
+        SandboxFault,
+        SandboxLost,
+        SandboxUnavailable,
+    )
+}
+"""Why a worker may say that it cannot work; all else is a RewardFault."""
 
 Output = Callable[[bytes], None]
 
@@ -85,8 +106,7 @@ class WorkerProcess:
                 where="reward worker",
             ) from None
         if isinstance(answer, Refused):
-            kinds = {k.kind: k for k in (DeclarationError, SandboxFault, SandboxLost, SandboxUnavailable)}
-            error = kinds.get(answer.kind, RewardFault)
+            error = _REFUSALS.get(answer.kind, RewardFault)
             raise error(answer.message, where=answer.where, fix=answer.fix)
         if not isinstance(answer, Ready):
             raise RewardFault(f"the reward worker {await self.how_it_ended()}", where="reward worker")
@@ -110,6 +130,11 @@ class WorkerProcess:
         self._tail += data
         del self._tail[:-_TAIL]
         self._output(data)
+
+    @property
+    def pid(self) -> int:
+        """Its process id; 0 before it is started."""
+        return 0 if self._process is None else self._process.pid
 
     @property
     def running(self) -> int:

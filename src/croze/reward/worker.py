@@ -161,7 +161,9 @@ class Worker:
     async def _open(self) -> Driver:
         async with self._opening:
             if self._driver is None:
-                self._driver = await open_driver(allow_unsafe=self._sandbox.allow_unsafe)
+                self._driver = await open_driver(
+                    self._sandbox.driver, allow_unsafe=self._sandbox.allow_unsafe
+                )
             return self._driver
 
     async def _answer(self, call: Call) -> None:

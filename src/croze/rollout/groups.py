@@ -90,6 +90,6 @@ class Generator:
                         task=task,
                         step=step,
                         reply=reply_text(self.tokenizer, session.sampled, self.sampling.stop),
-                        t_start=start,
+                        t_start=start + session.waited_s,
                         t_end=self.clock.now(),
                     )

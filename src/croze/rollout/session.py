@@ -21,12 +21,15 @@ class Session:
         self._turns = [Turn(producer="prompt", start=0, end=len(prompt_ids))]
         self._weights: list[tuple[int, int, WeightsId]] = []
         self.finish: Finish | None = None
+        self.waited_s = 0.0
+        """Seconds it was held back because the engine was full."""
 
     def take(self, chunk: Chunk) -> None:
         """Append what the engine sampled."""
         if self.finish is not None:
             raise EngineFault("tokens came after a sibling's end", where=f"request {chunk.request_id}")
         start, count = len(self._ids), len(chunk.ids_T)
+        self.waited_s = max(self.waited_s, chunk.waited_s)
         self._ids += chunk.ids_T.tolist()
         self._logprobs += chunk.logprobs_T.tolist()
         self._mask += [True] * count
@@ -75,6 +78,7 @@ class Session:
             weights=tuple(WeightsSpan(start=a, end=b, weights_id=w) for a, b, w in self._weights),
             finish=self.finish,
             reply=reply,
+            waited_s=self.waited_s,
             t_start=t_start,
             t_end=t_end,
         )

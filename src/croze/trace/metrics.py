@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ class JsonLines:
         try:
             written = os.write(self._file, line)
         except OSError as error:
-            raise InfraFault(f"cannot be written: {error}", where=str(self._path)) from error
+            raise InfraFault(
+                f"cannot be written: {error.strerror}", where=str(self._path), fix="free space on the disk"
+            ) from error
         if written != len(line):
             self._mend()
             raise InfraFault("the disk is full", where=str(self._path), fix="free space on the disk")
@@ -60,7 +62,7 @@ class JsonLines:
             os.ftruncate(self._file, end)
 
 
-def encode_line(record: Mapping[str, Any]) -> bytes:
+def encode_line(record: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """One line of JSON, its end included. Raises TypeError for what is not plain data."""
     return msgspec.json.encode(record, enc_hook=_plain) + b"\n"
 

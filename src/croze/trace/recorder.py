@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 
 from croze.clock import Clock, RealClock
+from croze.trace.concurrency import Interval, mean_concurrency
 from croze.trace.tables import TABLES, TableWriter
 from croze.types import Rollout
 
@@ -25,8 +27,11 @@ _INCARNATION_BITS = 40
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row of the table ``rollouts``; an attempt that died before it had tokens leaves most of it empty.
 
-    Times are the clock's seconds. ``score`` is None unless valid; ``max_gap`` is the largest difference of
-    trainer's and sampler's log-probs over its trained tokens; ``prompt`` is text, or chat messages as JSON.
+    Times are the clock's seconds: ``t_start`` when the engine had room for it, ``t_end`` at its last token.
+    ``score`` is None unless valid; ``parts`` are those of the score, as JSON; ``turn_parts`` one dict per turn
+    where the reward gave them. ``prompt`` is text, or chat messages as JSON. ``max_gap`` is the largest
+    |trainer's - sampler's| log-prob (nats) over its trained tokens, measured before the step's first update:
+    None for what was not computed then. ``advantage`` is None for what was not trained.
     """
 
     rollout_id: str
@@ -42,6 +47,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = "none"
     message: str = ""
     parts: str = "{}"
+    turn_parts: tuple[dict[str, float], ...] = ()
     finish: str | None = None
     turns: int = 0
     prompt_tokens: int = 0
@@ -73,6 +79,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
             fault=outcome.fault if outcome is not None else "none",
             message=outcome.message if outcome is not None else "",
             parts=msgspec.json.encode(outcome.parts if outcome is not None else {}).decode(),
+            turn_parts=outcome.turns if outcome is not None else (),
             finish=rollout.finish,
             turns=sum(turn.producer == "model" for turn in rollout.turns),
             prompt_tokens=rollout.prompt_tokens,
@@ -90,7 +97,10 @@ class Span(msgspec.Struct, kw_only=True):
     """A piece of work of a stave; the fields are the columns of ``spans`` (times in the clock's seconds).
 
     ``enabler_span_id`` is the span whose end let this one start; ``t_request`` is when it could have started,
-    had nothing been in its way; ``concurrency`` is the mean number of pieces that shared the stave meanwhile.
+    had nothing been in its way: what it waited for a slot or for room is t_start - t_request. ``concurrency``
+    is the mean number of pieces, itself included, that shared the stave from ``t_start`` to ``t_end``.
+    ``rollout_id`` is the rollout worked on, or the first of ``rollouts``. Work: ``tokens`` sampled (decode) or
+    computed (train); ``bytes`` of weights published (sync). ``ok`` is False where it failed or was broken off.
     """
 
     span_id: int
@@ -127,12 +137,20 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: Path, *, tokens: bool = True, clock: Clock | None = None, wall: float | None = None
+        self,
+        folder: Path,
+        *,
+        tokens: bool = True,
+        spell: Callable[[int], str] | None = None,
+        clock: Clock | None = None,
+        wall: float | None = None,
     ) -> None:
-        """``wall``: the Unix time now (default: the machine's), where the clock's seconds are anchored."""
+        """``spell`` gives the text of one token id, for rollouts that come without theirs.
+        ``wall``: the Unix time now (default: the machine's), where the clock's seconds are anchored."""
         self._clock = clock or RealClock()
         self._offset = (time.time() if wall is None else wall) - self._clock.now()
         self._keep_tokens = tokens
+        self._spell = None if spell is None else functools.cache(spell)
         metadata = {"croze.format": "1", "croze.wall_minus_clock": repr(self._offset)}
         self._writers: dict[str, TableWriter] = {}
         try:
@@ -143,6 +161,8 @@ class Recorder:
             raise
         self._next_id = self._writers["spans"].number << _INCARNATION_BITS
         self._spans: list[Span] = []
+        self._open: dict[int, Span] = {}
+        self._flushed: list[Span] = []
         self._rollouts: list[RolloutRow] = []
         self._tokens: list[tuple[Rollout, Sequence[str] | None]] = []
 
@@ -158,28 +178,63 @@ class Recorder:
         role: str = "controller",
         requested: float | None = None,
     ) -> Iterator[Span]:
-        """Time a piece of work of a stave (decode, tool, sandbox, reward, train, sync, save).
+        """Time a piece of work of a stave (decode, tool, sandbox, reward, train, sync, save, eval).
 
         Call ``work`` on what it gives. An exception passes through and is noted as not ok.
         """
+        span = self.begin(
+            stave,
+            enabler=enabler,
+            enabler_type=enabler_type,
+            step=step,
+            rollout_id=rollout_id,
+            role=role,
+            requested=requested,
+        )
+        done = False
+        try:
+            yield span
+            done = True
+        finally:
+            self.end(span, ok=span.ok and done)
+
+    def begin(
+        self,
+        stave: str,
+        *,
+        enabler: Span | int | None = None,
+        enabler_type: EnablerType | None = None,
+        step: int | None = None,
+        rollout_id: str | None = None,
+        role: str = "controller",
+        requested: float | None = None,
+    ) -> Span:
+        """A piece of work starts now; give what this returns to ``end``. ``requested``: when it could have
+        started, by default when its enabler ended."""
+        now = self._clock.now()
+        if requested is None:
+            requested = now
+            if isinstance(enabler, Span) and enabler.span_id not in self._open:
+                requested = enabler.t_end
         span = Span(
             span_id=self._new_id(),
             stave=stave,
             role=role,
             t_request=requested,
-            t_start=self._clock.now(),
+            t_start=now,
             enabler_span_id=_span_id(enabler),
             enabler_type=enabler_type,
             step=step,
             rollout_id=rollout_id,
-            ok=False,
         )
-        try:
-            yield span
-            span.ok = True
-        finally:
-            span.t_end = self._clock.now()
-            self._spans.append(span)
+        self._open[span.span_id] = span
+        return span
+
+    def end(self, span: Span, *, ok: bool = True) -> None:
+        """What ``begin`` gave ends now."""
+        del self._open[span.span_id]
+        span.t_end, span.ok = self._clock.now(), ok
+        self._spans.append(span)
 
     def add_span(
         self,
@@ -225,6 +280,8 @@ class Recorder:
             raise ValueError(f"{len(pieces)} pieces of text for {len(rollout.ids_T)} tokens")
         self.row(RolloutRow.of(rollout, advantage=advantage, max_gap=max_gap))
         if self._keep_tokens:
+            if pieces is None and self._spell is not None:
+                pieces = [self._spell(token) for token in rollout.ids_T.tolist()]
             self._tokens.append((rollout, pieces))
 
     def row(self, row: RolloutRow) -> None:
@@ -235,6 +292,7 @@ class Recorder:
         """Append what was noted since the last flush; readers and crashes find it from here on."""
         if self._spans:
             spans, self._spans = self._spans, []
+            self._count_beside(spans)
             self._writers["spans"].append(self._columns(spans, ("t_request", "t_start", "t_end")))
         if self._rollouts:
             rows, self._rollouts = self._rollouts, []
@@ -250,14 +308,32 @@ class Recorder:
             self._close_files()
 
     def _close_files(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        with ExitStack() as files:  # all of them, though one fails
+            for writer in self._writers.values():
+                files.callback(writer.close)
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _count_beside(self, spans: list[Span]) -> None:
+        """Fill ``concurrency`` where nobody told it, from all that ran at the same time on the same stave."""
+        now = self._clock.now()
+        untold: dict[str, list[Span]] = {}
+        for span in spans:
+            if span.concurrency is None:
+                untold.setdefault(span.stave, []).append(span)
+        told = [*self._flushed, *(s for s in spans if s.concurrency is not None)]
+        for stave, pieces in untold.items():
+            beside = [_interval(s) for s in told if s.stave == stave]
+            beside += [(s.t_start, max(now, s.t_start)) for s in self._open.values() if s.stave == stave]
+            found = mean_concurrency([_interval(s) for s in pieces], beside)
+            for span, concurrency in zip(pieces, found, strict=True):
+                span.concurrency = concurrency
+        since = min((s.t_start for s in self._open.values()), default=now)
+        self._flushed = [s for s in (*self._flushed, *spans) if s.t_end > since]
 
     def _new_id(self) -> int:
         self._next_id += 1
@@ -268,6 +344,10 @@ class Recorder:
         for name in times:
             columns[name] = [None if t is None else t + self._offset for t in columns[name]]
         return list(columns.values())
+
+
+def _interval(span: Span) -> Interval:
+    return span.t_start, max(span.t_start, span.t_end)
 
 
 def _span_id(enabler: Span | int | None) -> int | None:

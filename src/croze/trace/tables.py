@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from croze.errors import InfraFault
+from croze.errors import InfraFault, UsageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ ROLL_BYTES = 64 << 20
 
 
 def schema(table: str) -> pa.Schema:
-    """The Arrow schema of one of TABLES."""
+    """The Arrow schema of one of TABLES. ``recorder.Span`` and ``recorder.RolloutRow`` tell what columns mean."""
     import pyarrow as pa
 
     text, number, count = pa.string(), pa.float64(), pa.int64()
@@ -63,6 +63,7 @@ def schema(table: str) -> pa.Schema:
             "fault": text,
             "message": text,
             "parts": text,
+            "turn_parts": pa.list_(pa.map_(text, number)),
             "finish": text,
             "turns": count,
             "prompt_tokens": count,
@@ -149,10 +150,13 @@ class TableWriter:
             return number
 
     def _end(self) -> None:
-        if self._file is not None:
-            self._writer.close()
-            self._file.close()
-            self._file = self._writer = None
+        file, writer = self._file, self._writer
+        self._file = self._writer = None
+        if file is not None:
+            try:
+                writer.close()
+            finally:
+                file.close()
 
 
 def table_files(folder: Path) -> list[Path]:
@@ -164,9 +168,15 @@ def read_table(folder: Path, table: str) -> pa.Table:
     """Every whole record batch of a table; empty when there is none. Safe while a run writes it."""
     import pyarrow as pa
 
+    return pa.Table.from_batches(table_batches(folder, table), schema=schema(table))
+
+
+def table_batches(folder: Path, table: str) -> Iterator[pa.RecordBatch]:
+    """The same one batch at a time, for readers that need few of them."""
     plain = schema(table)
-    batches = [_conform(b, plain) for file in table_files(folder) for b in read_batches(file)]
-    return pa.Table.from_batches(batches, schema=plain)
+    for file in table_files(folder):
+        for batch in read_batches(file):
+            yield _conform(batch, plain, file)
 
 
 def read_batches(file: Path) -> Iterator[pa.RecordBatch]:
@@ -181,16 +191,27 @@ def read_batches(file: Path) -> Iterator[pa.RecordBatch]:
             return
 
 
-def _conform(batch: pa.RecordBatch, plain: pa.Schema) -> pa.RecordBatch:
-    """A batch with the columns of today's schema; nulls where an older file lacks one."""
+def _conform(batch: pa.RecordBatch, plain: pa.Schema, file: Path) -> pa.RecordBatch:
+    """A batch with the columns of today's schema; nulls where an older file lacks one.
+
+    Raises UsageError for a column whose values today's type cannot hold.
+    """
     import pyarrow as pa
 
     batch = batch.replace_schema_metadata(None)
     if batch.schema.equals(plain):
         return batch
-    at = [batch.schema.get_field_index(field.name) for field in plain]
-    columns = [
-        pa.nulls(batch.num_rows, field.type) if i < 0 else batch.column(i).cast(field.type)
-        for i, field in zip(at, plain, strict=True)
-    ]
+    columns = []
+    for field in plain:
+        at = batch.schema.get_field_index(field.name)
+        try:
+            columns.append(
+                pa.nulls(batch.num_rows, field.type) if at < 0 else batch.column(at).cast(field.type)
+            )
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            raise UsageError(
+                f"the column {field.name!r} is {batch.schema.field(at).type} here, and not {field.type}",
+                where=str(file),
+                fix="read this run with the croze that wrote it",
+            ) from None
     return pa.record_batch(columns, schema=plain)
