@@ -10,10 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import croze.env.rows as rows_module
 from croze.env.feeds import derive_seed
 from croze.env.row import content
 from croze.env.tasks import TaskSource, as_tasks, tasks
@@ -104,14 +103,6 @@ def test_any_table_with_a_length_and_subscripts_is_a_source():
     got = take(tasks(Table(), prompt="{question}?"), 4)
     assert sorted(t.prompt for t in got) == ["q0?", "q1?", "q2?", "q3?"]
     assert got[0].columns.keys() == {"question", "answer"}
-
-
-def test_parquet_keeps_no_more_decoded_than_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows_module, "PARQUET_CACHE_BYTES", 1)
-    pq.write_table(pa.Table.from_pylist(rows(100)), tmp_path / "t.parquet", row_group_size=7)
-    table = rows_module.ParquetRows(tmp_path / "t.parquet")
-    assert [table[i]["answer"] for i in reversed(range(100))] == list(reversed(range(100)))
-    assert len(table._groups) == 1
 
 
 def test_declaring_reads_nothing(tmp_path):
@@ -254,106 +245,6 @@ def test_a_table_that_is_not_read_by_row_number_is_named():
         take(tasks(Frame()), 1)
 
 
-# ------------------------------------------------------------------------------------------------- files
-
-
-def test_a_broken_line_is_named_by_its_line_number(tmp_path):
-    path = write_jsonl(
-        tmp_path / "t.jsonl", ['{"prompt": "a"}', "", "  ", '{"prompt": "b"', '{"prompt": "c"}']
-    )
-    with pytest.raises(TasksError) as caught:
-        take(tasks(path), 3)
-    assert caught.value.where == f"{path}:4"
-    assert "row 1 is not JSON" in caught.value.message
-
-
-def test_a_row_without_prompt_in_a_file_is_named_by_its_line_number(tmp_path):
-    path = write_jsonl(tmp_path / "t.jsonl", ['{"prompt": "a"}', "", '{"question": "b"}'])
-    with pytest.raises(TasksError) as caught:
-        take(tasks(path), 2)
-    assert caught.value.where == f"{path}:3"
-
-
-@pytest.mark.parametrize("data", [b"", b"\n\n \n"])
-def test_an_empty_file_has_no_rows(tmp_path, data):
-    (tmp_path / "t.jsonl").write_bytes(data)
-    with pytest.raises(TasksError, match="no rows"):
-        take(tasks(tmp_path / "t.jsonl"), 1)
-
-
-def test_byte_order_marks_and_windows_lines_are_read(tmp_path):
-    (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
-    assert sorted(t.prompt for t in take(tasks(tmp_path / "t.jsonl"), 2)) == ["a", "b"]
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "t.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(TasksError, match=r"t\.jsonl:2"):
-        take(tasks(tmp_path / "t.jsonl"), 2)
-
-
-def test_a_missing_file_offers_the_nearest(tmp_path):
-    write_jsonl(tmp_path / "train.jsonl", ["{}"])
-    with pytest.raises(TasksError, match=r"train\.jsonl"):
-        take(tasks(tmp_path / "trian.jsonl"), 1)
-    with pytest.raises(TasksError, match="folder"):
-        (tmp_path / "folder.jsonl").mkdir()
-        take(tasks(tmp_path / "folder.jsonl"), 1)
-
-
-def test_a_file_that_changes_under_the_run_is_noticed(tmp_path):
-    path = write_jsonl(tmp_path / "t.jsonl", ['{"prompt": "a"}'] * 3)
-    stream = tasks(path).stream(0)
-    next(stream)
-    write_jsonl(path, ['{"prompt": "bb"}'])
-    with pytest.raises(TasksError, match="changed"):
-        next(stream)
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
-    (tmp_path / "t.parquet").write_text("no")
-    with pytest.raises(TasksError, match="not a Parquet file"):
-        take(tasks(tmp_path / "t.parquet"), 1)
-
-
-def test_a_relative_path_stays_what_it_was_when_declared(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "t.jsonl", ['{"prompt": "a"}'])
-    monkeypatch.chdir(tmp_path)
-    source = tasks("t.jsonl")
-    monkeypatch.chdir("/")
-    assert take(source, 1)[0].prompt == "a"
-
-
-_line = st.one_of(
-    st.sampled_from(["", "  ", "\t"]),
-    st.fixed_dictionaries(
-        {"prompt": st.text(min_size=1), "x": st.none() | st.text() | st.integers(-(2**53), 2**53)}
-    ),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(lines=st.lists(_line), crlf=st.booleans(), last=st.booleans())
-def test_jsonl_reads_back_what_was_written(lines, crlf, last, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "any.jsonl"
-    text = [line if isinstance(line, str) else json.dumps(line, ensure_ascii=True) for line in lines]
-    end = "\r\n" if crlf else "\n"
-    path.write_bytes((end.join(text) + (end if last else "")).encode())
-    table = rows_module.JsonlRows(path)
-    assert [table[i] for i in range(len(table))] == [line for line in lines if isinstance(line, dict)]
-
-
-def test_ten_thousand_rows_of_jsonl_are_indexed_not_loaded(tmp_path):
-    path = tmp_path / "t.jsonl"
-    with open(path, "w") as file:
-        for i in range(10_000):
-            file.write(json.dumps({"prompt": f"{i}" + "x" * 1000}) + "\n")
-    table = rows_module.JsonlRows(path)
-    assert table[9_999]["prompt"].startswith("9999")
-    index = table._starts
-    assert index is not None and index.nbytes == 80_000
-
-
 # ------------------------------------------------------------------------------------------------- held out
 
 
@@ -364,8 +255,8 @@ def test_held_out_tasks_never_appear_in_the_stream(source):
     assert held == source.holdout(20, seed=3)
     assert held[:5] == source.holdout(5, seed=3)
     assert held != source.holdout(20, seed=4)
-    seen = {t.prompt for t in take(source, 3000, seed=3, without=held)}
-    assert not seen & {t.prompt for t in held}
+    seen = {str(t.prompt) for t in take(source, 3000, seed=3, without=held)}
+    assert not seen & {str(t.prompt) for t in held}
     assert all(t.id.startswith("held.") for t in held)
 
 
@@ -382,7 +273,7 @@ def test_a_function_that_ignores_its_seed_can_still_hold_out():
 
     source = tasks(fixed)
     held = source.holdout(3, seed=0)
-    assert len({t.prompt for t in take(source, 40, without=held)} | {t.prompt for t in held}) == 10
+    assert len({str(t.prompt) for t in [*held, *take(source, 40, without=held)]}) == 10
 
 
 def test_holding_out_more_than_there_is_ends_with_an_error():

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from croze.env.row import kind
 from croze.env.rows import Rows
 from croze.errors import TasksError
@@ -24,14 +22,22 @@ def derive_seed(seed: int, purpose: Purpose, epoch: int) -> int:
 
 
 class Feed(Protocol):
-    """Rows epoch by epoch: (number, row) pairs in an order that only seed, purpose and epoch decide."""
+    """Rows epoch by epoch: (number, row) pairs in an order that only seed, purpose and epoch decide.
+
+    ``epoch(..., start)`` leaves out the first ``start`` pairs; it is empty when there are no more than those.
+    ``identity()`` and the pairs of ``sample()`` are others when the data are others.
+    """
 
     name: str
     finite: bool
 
     def first(self) -> Any: ...
 
-    def epoch(self, seed: int, purpose: Purpose, epoch: int) -> Iterator[tuple[int, Any]]: ...
+    def epoch(self, seed: int, purpose: Purpose, epoch: int, start: int = 0) -> Iterator[tuple[int, Any]]: ...
+
+    def identity(self) -> list[Any]: ...
+
+    def sample(self) -> Iterator[tuple[int, Any]]: ...
 
     def place(self, number: int, /) -> str: ...
 
@@ -50,11 +56,20 @@ class TableFeed:
         self._some()
         return self._rows[0]
 
-    def epoch(self, seed: int, purpose: Purpose, epoch: int) -> Iterator[tuple[int, Any]]:
+    def epoch(self, seed: int, purpose: Purpose, epoch: int, start: int = 0) -> Iterator[tuple[int, Any]]:
         self._some()
-        numbers = np.arange(len(self._rows), dtype=np.uint32)
-        order = np.random.default_rng(derive_seed(seed, purpose, epoch)).permutation(numbers)
-        for number in map(int, order):
+        order = self._rows.order(f"croze tasks {seed} {purpose} {epoch}".encode())
+        for position in range(start, len(order)):
+            number = order[position]
+            yield number, self._rows[number]
+
+    def identity(self) -> list[Any]:
+        return self._rows.identity()
+
+    def sample(self) -> Iterator[tuple[int, Any]]:
+        size, count = len(self._rows), min(self._rows.sampled, len(self._rows))
+        for at in range(count):
+            number = at * (size - 1) // max(count - 1, 1)
             yield number, self._rows[number]
 
     def _some(self) -> None:
@@ -63,9 +78,14 @@ class TableFeed:
 
 
 class CallFeed:
-    """A function of a seed that yields rows; when it ends it is called again with the next epoch's seed."""
+    """A function of a seed that yields rows; when it ends it is called again with the next epoch's seed.
+
+    It must yield the same rows whenever it is called with the same seed. It cannot be entered in the middle:
+    to start at a row, it is called and the rows before that one are dropped, which takes their time.
+    """
 
     finite = False
+    sampled = 4
 
     def __init__(self, function: Callable[[int], Iterable[Any]]) -> None:
         self.name = f"{getattr(function, '__name__', type(function).__name__)}()"
@@ -76,7 +96,7 @@ class CallFeed:
             return row
         raise TasksError("it yields no rows", where=self.name, fix="yield at least one dict with a prompt")
 
-    def epoch(self, seed: int, purpose: Purpose, epoch: int) -> Iterator[tuple[int, Any]]:
+    def epoch(self, seed: int, purpose: Purpose, epoch: int, start: int = 0) -> Iterator[tuple[int, Any]]:
         rows = self._call(derive_seed(seed, purpose, epoch))
         for number in itertools.count():
             try:
@@ -85,7 +105,14 @@ class CallFeed:
                 return
             except Exception as error:  # the user's code: shown as theirs, with its place
                 raise _user_error(f"{self.name} failed at row {number}", error) from error
-            yield number, row
+            if number >= start:
+                yield number, row
+
+    def identity(self) -> list[Any]:
+        return []
+
+    def sample(self) -> Iterator[tuple[int, Any]]:
+        return itertools.islice(self.epoch(0, "train", 0), self.sampled)
 
     def place(self, number: int) -> str:
         return f"{self.name}, row {number}"

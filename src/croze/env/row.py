@@ -114,7 +114,12 @@ def _fill(template: str, row: Mapping[str, Any]) -> str:
 
 def content(task: Task) -> bytes:
     """Digest of prompt and columns: equal means the same task, whatever its id."""
-    return blake2b(_encoder.encode([task.prompt, task.columns]), digest_size=16).digest()
+    return digest([task.prompt, task.columns])
+
+
+def digest(value: Any) -> bytes:
+    """16 bytes that stand for plain data."""
+    return blake2b(_encoder.encode(value), digest_size=16).digest()
 
 
 def kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where tasks come from: ``cz.tasks`` and the endless, seeded stream that the loop draws from."""
+"""Where tasks come from: ``cz.tasks``, and what a source can do: be looked at, streamed, held out from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any, cast
 
 from croze.config import suggest
 from croze.env.feeds import CallFeed, Feed, TableFeed
-from croze.env.row import BadRow, content, kind, template_columns, to_task
-from croze.env.rows import HubRows, JsonlRows, ListRows, ParquetRows
+from croze.env.files import PACKED_SUFFIXES
+from croze.env.jsonl import JsonlRows
+from croze.env.parquet import ParquetRows
+from croze.env.row import content, digest, kind, template_columns
+from croze.env.rows import HubRows, ListRows
+from croze.env.stream import MAX_REPEATS, Cursor, TaskStream, make_task
 from croze.errors import TasksError
 from croze.types import Task
-
-MAX_REPEATS = 10_000
-"""Rows in a row that may be passed over as held out or seen before it counts as running dry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +46,32 @@ class TaskSource:
     def name(self) -> str:
         return self._feed.name
 
-    def stream(self, seed: int, *, without: Iterable[Task] = ()) -> Iterator[Task]:
-        """Tasks without end, in an order given by ``seed``.
+    def place(self, task: Task) -> str:
+        """Where the row of a task that ``stream`` or ``holdout`` gave lies: "FILE:LINE", "row N", ..."""
+        return self._feed.place(int(task.id.rpartition(".")[2]))
 
-        A task equal in content to one of ``without`` is passed over: give it what ``holdout`` returned.
-        Raises TasksError at a bad row, or when no task is left.
+    def stream(self, seed: int, *, without: Iterable[Task] = (), start: Cursor | None = None) -> TaskStream:
+        """Tasks without end, in an order given by ``seed``; from ``start``, what would have come after it.
+
+        A task equal in content to one of ``without`` is passed over: give it what ``holdout`` returned, and the
+        same again with ``start``. A table is entered at the cursor; a function is called again and its rows
+        before the cursor are dropped, which takes their time, so it must yield the same for the same seed.
+        Raises TasksError, when drawn from, at a bad row, when no task is left, or when the rows end before
+        ``start`` or are not those it was taken from.
         """
-        held = {content(task) for task in without}
-        passed = 0
-        for epoch in itertools.count():
-            rows = given = 0
-            for number, row in self._feed.epoch(seed, "train", epoch):
-                task = self._task(f"{epoch}.{number}", number, row)
-                rows += 1
-                if held and content(task) in held:
-                    passed += 1
-                    if passed > MAX_REPEATS and not self._feed.finite:
-                        raise self._dry(len(held))
-                    continue
-                passed = 0
-                given += 1
-                yield task
-            if rows == 0:
-                raise self._empty()
-            if given == 0 and self._feed.finite:
-                raise self._dry(len(held))
+        return TaskStream(self._feed, self._template, seed, without, start)
+
+    def fingerprint(self) -> str:
+        """32 hex digits that tell whether the data are still what they were. Cheap; not proof.
+
+        A file: its size, row count and 64 blocks of 64 KiB (a file up to 4 MiB whole). A list: its length and
+        1024 rows. The hub: length, commit and 256 rows. A function: its first 4 rows for one seed. The prompt
+        template in every case; names and times of files in none. What lies between the blocks or rows looked
+        at may have changed unnoticed, as may a function's later rows and those of other seeds. Raises TasksError.
+        """
+        identity = self._feed.identity()
+        sampled = [content(self._task("sample", number, row)) for number, row in self._feed.sample()]
+        return digest([self._template, identity, sampled]).hex()
 
     def holdout(self, n: int, seed: int) -> list[Task]:
         """``n`` different tasks, chosen by ``seed``, for ``stream(..., without=...)`` to leave out.
@@ -101,21 +103,8 @@ class TaskSource:
             if number is None:
                 return
 
-    def _empty(self) -> TasksError:
-        return TasksError("it yields no rows", where=self.name, fix="yield at least one dict with a prompt")
-
-    def _dry(self, held: int) -> TasksError:
-        return TasksError(
-            f"no tasks are left to train on: all are among the {held} held out",
-            where=self.name,
-            fix="lower loop.eval_tasks, or give Run(eval_tasks=...)",
-        )
-
     def _task(self, name: str, number: int, row: Any) -> Task:
-        try:
-            return to_task(name, row, self._template)
-        except BadRow as bad:
-            raise TasksError(f"row {number} {bad}", where=self._feed.place(number), fix=bad.fix) from None
+        return make_task(self._feed, self._template, name, number, row)
 
 
 def tasks(source: Any, *, prompt: str | None = None, split: str = "train") -> TaskSource:
@@ -136,17 +125,29 @@ def as_tasks(source: Any) -> TaskSource:
     return source if isinstance(source, TaskSource) else tasks(source)
 
 
+def _file(given: Path) -> JsonlRows | ParquetRows:
+    try:
+        path = given.expanduser().absolute()
+    except RuntimeError as error:
+        raise TasksError(f"{str(given)!r} names no file: {error}", where="cz.tasks") from None
+    if path.suffix == ".jsonl":
+        return JsonlRows(path)
+    if path.suffix == ".parquet":
+        return ParquetRows(path)
+    if path.suffix in PACKED_SUFFIXES:
+        what = "is compressed: its rows cannot be read in any order"
+        fix = f"decompress it with {PACKED_SUFFIXES[path.suffix]}, and give the .jsonl file"
+    else:
+        what = "is not a kind of file that can be read"
+        fix = suggest(path.suffix, [".jsonl", ".parquet"]) or "give a .jsonl or .parquet file, or hf:ORG/NAME"
+    raise TasksError(f"{str(given)!r} {what}", where="cz.tasks", fix=fix)
+
+
 def _feed(source: Any, split: str) -> Feed:
     if isinstance(source, str) and source.startswith("hf:"):
         return TableFeed(HubRows(source.removeprefix("hf:"), split))
     if isinstance(source, str | os.PathLike):
-        path = Path(source).expanduser().absolute()
-        if path.suffix == ".jsonl":
-            return TableFeed(JsonlRows(path))
-        if path.suffix == ".parquet":
-            return TableFeed(ParquetRows(path))
-        fix = suggest(path.suffix, [".jsonl", ".parquet"]) or "give a .jsonl or .parquet file, or hf:ORG/NAME"
-        raise TasksError(f"cannot tell how to read {str(source)!r}", where="cz.tasks", fix=fix)
+        return TableFeed(_file(Path(source)))
     if isinstance(source, GeneratorType):
         name = source.__name__
         raise TasksError(
