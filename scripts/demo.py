@@ -8,8 +8,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does; read when torch is loaded
 
-from croze.cli.load import load_run
-from croze.loop.verbs import train
+from croze.loop.load import load_run
+from croze.loop.start import train
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "calc.py"
 STEPS, EVAL_TASKS, MEAN_OF = 16, 32, 5

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from croze._version import VERSION
+
 if TYPE_CHECKING:
     from croze.config import (
         Algo,
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
     )
     from croze.env.tasks import TaskSource, tasks
     from croze.errors import CrozeError
-    from croze.loop.verbs import evaluate, train
+    from croze.loop.replay import replay
+    from croze.loop.start import resume, train
+    from croze.loop.verbs import evaluate
+    from croze.plan.preflight import check
     from croze.run import Run
     from croze.sandbox.protocol import ExecResult, Sandbox
     from croze.types import Outcome, Rollout, Task
@@ -40,7 +45,10 @@ _HOMES = {
     ),
     "croze.env.tasks": ("TaskSource", "tasks"),
     "croze.errors": ("CrozeError",),
+    "croze.loop.replay": ("replay",),
+    "croze.loop.start": ("resume",),
     "croze.loop.verbs": ("evaluate",),
+    "croze.plan.preflight": ("check",),
     "croze.run": ("Run",),
     "croze.sandbox.protocol": ("ExecResult", "Sandbox"),
     "croze.types": ("Outcome", "Rollout", "Task"),
@@ -50,7 +58,10 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [  # noqa: RUF022 - grouped as a reader would look for them
     "Run",
     "tasks",
+    "check",
     "train",
+    "resume",
+    "replay",
     "evaluate",
     "Outcome",
     "Rollout",
@@ -70,7 +81,7 @@ __all__ = [  # noqa: RUF022 - grouped as a reader would look for them
     "TraceOptions",
     "CrozeError",
 ]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

@@ -32,13 +32,13 @@ class Sampling:
     """How the policy samples."""
 
     temperature: float = 1.0
-    """Divides the logits; log-probs are those of the divided ("processed") distribution."""
+    """Divides the logits (no unit); log-probs are those of the divided ("processed") distribution."""
     top_p: float = 1.0
-    """Nucleus mass; below 1 only for eval: the truncated distribution is not what the loss assumes."""
+    """Nucleus mass, a probability; below 1 only for eval: the truncated distribution is not what the loss assumes."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all. Above 0 only for eval."""
+    """Only the k likeliest tokens may be sampled; 0 keeps all. Above 0 only for eval."""
     max_tokens: int = 256
-    """New tokens a reply may have."""
+    """Most new tokens of one reply."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply (kept in the tokens, cut from the text)."""
 
@@ -48,24 +48,30 @@ class Optim:
     """AdamW on fp32 masters."""
 
     lr: float = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate: about how far, in its own unit, one update can move a weight."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine reach 0 just after the last step."""
     warmup_steps: int = 0
-    """Steps over which the rate rises linearly; the last of them has the peak rate."""
+    """Training steps over which the rate rises linearly; the last of them has the peak rate."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """Shares of AdamW's running means of the gradient and of its square that an update keeps; both from 0 to
+    below 1."""
     eps: float = 1e-8
+    """Added to the root of the mean square, in the gradient's unit, where AdamW divides by it; above 0."""
     weight_decay: float = 0.0
+    """Matrices lose learning rate x weight_decay of themselves in every update; vectors never decay."""
     clip: float = 1.0
-    """Largest global gradient norm; 0 does not clip."""
+    """Largest global L2 norm of the gradient, in its own unit; 0 does not clip."""
     minibatches: int = 1
-    """Optimizer steps per batch of rollouts; groups are never split between them."""
+    """Optimizer updates per step of rollouts; groups are never split between them."""
     tokens_per_microbatch: int = 8192
     """Upper bound of computed tokens (shared prompts once) in one forward; one sample may exceed it."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     share_prompt: bool = True
-    """Compute a group's shared prompt once in training too."""
+    """Compute a group's shared prompt once in training too; false: once per rollout."""
+    trainer: str = "auto"
+    """What trains: torch (auto), the built-in trainer, or one that is installed (docs/reference/plugins.md)."""
 
 
 @options
@@ -73,16 +79,20 @@ class Lora:
     """Low-rank adapters instead of a full fine-tune; ``rank=0`` trains all weights."""
 
     rank: int = 0
+    """Columns of each adapter's two factors; 0: no adapters, all weights are trained."""
     alpha: float = 32.0
-    """Scale numerator: the adapter's output is multiplied by alpha / rank."""
+    """Scale numerator (no unit): the adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Which linear layers get an adapter, in every block."""
 
 
 @options
 class Algo:
     """The algorithm and its knobs; see ``croze.train.algorithms`` for formulas and papers."""
 
-    name: Literal["grpo", "rloo", "reinforce++", "gspo", "cispo"] = "grpo"
+    name: str = "grpo"
+    """Which algorithm turns rewards into a loss: grpo, rloo, reinforce++, gspo, cispo, or one that is installed
+    (docs/reference/plugins.md)."""
     advantage_std: bool = True
     """GRPO, GSPO, CISPO: divide by the group's standard deviation (False: Dr. GRPO)."""
     group_baseline: bool = False
@@ -91,52 +101,66 @@ class Algo:
     """Loss normaliser: all trained tokens of the batch (DAPO), mean of sequence means (GRPO), or
     sequences x sampling.max_tokens (Dr. GRPO)."""
     clip_low: float = 0.2
-    """Lower clip range of the ratio."""
+    """Lower clip range: ratios below 1 - clip_low are clipped (no unit)."""
     clip_high: float = 0.28
-    """Upper clip range of the ratio (DAPO: larger than the lower)."""
+    """Upper clip range: ratios above 1 + clip_high are clipped (no unit; DAPO: larger than the lower)."""
     anchor: Literal["rollout", "recomputed"] = "rollout"
     """What the ratio divides by: the sampler's log-probs, or the trainer's own before the first update."""
     importance: Literal["none", "truncate", "mask"] = "none"
     """With a recomputed anchor, correct for sampler against trainer: weight clipped, or masked out, above the cap."""
     importance_cap: float = 2.0
+    """Largest weight of that correction, a ratio of probabilities; above 0."""
     kl: float = 0.0
-    """Weight of the k3 KL to the reference (the initial weights); 0 keeps no reference."""
+    """Loss per nat of the k3 KL to the reference (the initial weights); 0 keeps no reference."""
     entropy: float = 0.0
-    """Weight of an entropy bonus."""
+    """Loss taken off per nat of entropy: a bonus for staying undecided; 0 computes none."""
     skip_zero_advantage: bool = True
     """Leave out of the computation groups that cannot move the loss, denominators unchanged."""
 
 
 @options
 class EngineOptions:
-    """The built-in engine."""
+    """The engine; all but ``name`` are of the built-in one."""
 
+    name: str = "auto"
+    """What generates: torch (auto), the built-in engine, or one that is installed (docs/reference/plugins.md)."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Arithmetic of forward passes, engine and trainer alike; auto: bfloat16 where the machine has it."""
     device: str = "auto"
-    """"cpu", "cuda", or auto."""
+    """Where models compute: cpu, cuda (also cuda:1), or auto: cuda where there is one."""
+    attention: Literal["auto", "exact", "sdpa"] = "auto"
+    """exact: products in one order of summation, so that engine and trainer agree to the last bit; sdpa: torch's fused
+    kernels, meant for CUDA, the two then only close (``max_logprob_gap`` of every step); auto: sdpa on CUDA."""
     threads: int = 0
-    """Torch threads; 0: all cores this process may use."""
+    """Torch threads of one computation; 0: all cores this process may use."""
     kv_memory_mib: int = 1024
-    """Most KV-cache memory; requests queue rather than exceed it."""
+    """Most memory of the KV cache, in MiB; requests queue rather than exceed it."""
     max_rows: int = 256
-    """Most sequences decoded at once."""
+    """Most rollouts decoded at once; the others queue."""
     prefill_chunk: int = 2048
     """Most prompt tokens computed in one forward."""
     self_check: bool = True
-    """Measure at start on which shapes this machine is exact."""
+    """Measure at start on which shapes engine and trainer agree bit for bit on this machine."""
+    invariant: bool = False
+    """Compute everything in tiles of one shape, so that no row depends on its neighbours: for a machine on which the
+    self-check fails and bit-exact resume or replay is wanted; slower (docs/concepts/exactness.md)."""
 
 
 @options
 class LoopOptions:
     """The loop."""
 
+    checkpoint_every: int = 10
+    """Steps between checkpoints, from which a run resumes; 0: only at the end, and on Ctrl-C."""
+    keep: int = 2
+    """Checkpoints kept, the newest; 0 keeps all."""
+
     eval_every: int = 0
     """Steps between evaluations on held-out tasks; 0: only at the start and the end where eval_tasks > 0."""
     eval_tasks: int = 0
-    """Held-out tasks per evaluation."""
+    """Held-out tasks per evaluation, one rollout each; 0: no evaluation."""
     retries: int = 2
-    """Fresh attempts for a rollout that met an infra fault."""
+    """Most fresh attempts for a rollout that met an infra fault."""
 
 
 @options
@@ -146,18 +170,27 @@ class RewardOptions:
     timeout_s: float = 30.0
     """Seconds one reward call may take, its sandbox work included."""
     concurrency: int = 16
-    """Reward calls in flight at once."""
+    """Most reward calls in flight at once; the others queue."""
 
 
 @options
 class SandboxOptions:
     """Limits of each sandbox a reward or tool asks for."""
 
+    driver: str = "auto"
+    """What isolates: bubblewrap, unsafe, auto (bubblewrap, else unsafe where that is allowed), or one that is
+    installed (docs/reference/plugins.md)."""
     cpu_s: float = 5.0
+    """Seconds of CPU time that one program run in it may use, over all its processes."""
     wall_s: float = 10.0
+    """Seconds that one program run in it may take by the clock."""
     memory_mib: int = 512
+    """Most memory of all its processes together, its files included, in MiB (of each process alone where the machine
+    gives croze no memory cgroup)."""
     pids: int = 32
+    """Most processes and threads alive in it at once."""
     disk_mib: int = 64
+    """Room for files in its writable directory, in MiB; less than memory_mib, since they live in memory."""
     allow_unsafe: bool = False
     """Run code as plain subprocesses, without isolation."""
 
@@ -175,7 +208,7 @@ class TraceOptions:
     """The run folder's trace tables."""
 
     tokens: bool = True
-    """Keep every token with its log-prob, mask and weights id."""
+    """Keep every token with its text, log-prob (nats), mask and weights id."""
 
 
 SECTIONS: dict[str, type] = {
@@ -203,11 +236,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "sampling.max_tokens": (1, math.inf),
     "optim.lr": (0, math.inf),
     "optim.warmup_steps": (0, math.inf),
+    "optim.weight_decay": (0, math.inf),
     "optim.clip": (0, math.inf),
     "optim.minibatches": (1, math.inf),
     "optim.tokens_per_microbatch": (1, math.inf),
     "lora.rank": (0, math.inf),
     "lora.alpha": (1e-9, 1e9),
+    "algo.clip_low": (0, 1),
+    "algo.clip_high": (0, math.inf),
+    "algo.kl": (0, math.inf),
+    "algo.entropy": (0, math.inf),
     "engine.threads": (0, 1024),
     "engine.kv_memory_mib": (1, math.inf),
     "engine.max_rows": (1, math.inf),
@@ -215,6 +253,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "loop.eval_every": (0, math.inf),
     "loop.eval_tasks": (0, math.inf),
     "loop.retries": (0, math.inf),
+    "loop.checkpoint_every": (0, math.inf),
+    "loop.keep": (0, math.inf),
     "reward.timeout_s": (1e-3, math.inf),
     "reward.concurrency": (1, math.inf),
     "sandbox.cpu_s": (1e-3, 100_000),

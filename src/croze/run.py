@@ -38,14 +38,17 @@ class Run:
     """
 
     model: str
+    """A built-in name, hub id, local directory or .gguf file."""
     tasks: Any
     reward: RewardFunction
     eval_tasks: Any = None
     """Held-out tasks; None holds out a part of ``tasks`` where loop.eval_tasks asks for it."""
     name: str = "run"
+    """What the run folder's name begins with: letters, digits, ".", "-" and "_"."""
     seed: int = 0
+    """Where all random numbers start: tasks, sampling, adapters."""
     steps: int = 100
-    """Optimizer batches to train."""
+    """Training steps, each on a batch of groups_per_step x group_size rollouts."""
     group_size: int = 8
     """Rollouts per task."""
     groups_per_step: int = 8

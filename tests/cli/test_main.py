@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from croze import config
+from croze.cli.keys import describe_keys
+from croze.errors import ConfigError
 from croze.trace.recorder import Recorder
 from croze.types import Outcome, Rollout, Task, Turn, WeightsId, WeightsSpan
 
@@ -45,7 +49,9 @@ def make_rollout(group: int, member: int, reply: str, prompt="1+1") -> Rollout:
         weights=(WeightsSpan(start=2, end=4, weights_id=WeightsId("w" * 40)),),
         finish="stop",
         reply=reply,
-        outcome=Outcome(score=0.5 * member, parts={"runs": 0.1}),
+        outcome=Outcome(
+            score=0.5 * member, parts={"runs": 0.1}, turns=({"called": 1.0}, {}, {"right": 0.25})
+        ),
     )
 
 
@@ -177,11 +183,30 @@ def test_keys_lists_every_key_with_what_its_docstring_says():
         "key": "optim.lr",
         "default": 1e-6,
         "type": "number",
-        "doc": "Peak learning rate.",
+        "range": [0, None],
+        "doc": "Peak learning rate: about how far, in its own unit, one update can move a weight.",
     }
     assert by_key["group_size"]["doc"] == "Rollouts per task."
-    assert by_key["model"]["default"] is None
-    assert "optim.lr = 1e-06\n    number. Peak learning rate." in croze("keys", "optim").stdout
+    assert by_key["model"]["default"] is None and by_key["sandbox.allow_unsafe"]["range"] is None
+    said = croze("keys", "optim").stdout
+    assert "optim.lr = 1e-06\n    number, at least 0. Peak learning rate: about" in said
+    assert "lora.alpha = 32\n    number, 1e-09 to 1e+09. Scale" in croze("keys", "lora").stdout
+
+
+def test_every_key_is_explained_with_its_unit():
+    rows = describe_keys()
+    assert [r["key"] for r in rows if not re.search(r"\w+.*[.)]$", r["doc"])] == []
+    units = {"_s": "econds", "_mib": "MiB", "_steps": "steps", "_tokens": "tokens"}
+    for row in rows:
+        for ending, unit in units.items():
+            assert not row["key"].endswith(ending) or unit in row["doc"], row
+    assert set(config.RANGES) <= {r["key"] for r in rows}, "a range of no key"
+    for row in rows:  # what is shown is what is held
+        for bound, beyond in zip(row["range"] or (), (-1, 1), strict=False):
+            if bound is not None:
+                config.check_range(row["key"], bound)
+                with pytest.raises(ConfigError, match=row["key"]):
+                    config.check_range(row["key"], bound + beyond)
 
 
 # ------------------------------------------------------------------------------------------------- trace
@@ -207,16 +232,18 @@ def test_trace_where_and_sql(run_dir):
     assert done.stdout.split() == ["stave", "n", "decode", "1"]
     done = croze("trace", str(run_dir), "--json", "--sql", "SELECT sum(mask::INT) AS trained FROM tokens")
     assert json.loads(done.stdout) == {"trained": 62}
+    third = "SELECT sum(turn_parts[3]['right']) AS right FROM rollouts"
+    assert json.loads(croze("trace", str(run_dir), "--json", "--sql", third).stdout) == {"right": 31 * 0.25}
     done = croze("trace", str(run_dir), "--where", "scroe > 0")
     assert done.returncode == 2 and "score" in done.stderr
 
 
 def test_trace_shows_one_rollout(run_dir):
     done = croze("trace", str(run_dir), "g3.1.0")
-    assert "part runs         0.1" in done.stdout and done.stdout.endswith(
-        "[prompt]\n1+1\n\n[reply]\nreply 3\n"
-    )
+    assert "part runs         0.1\nturn 1 called     1\nturn 3 right      0.25\n" in done.stdout
+    assert done.stdout.endswith("[prompt]\n1+1\n\n[reply]\nreply 3\n")
     row = json.loads(croze("trace", str(run_dir), "g99.0.0", "--json").stdout)
+    assert row["turn_parts"] == [{"called": 1.0}, {}, {"right": 0.25}]
     assert row["prompt"] == [{"role": "user", "content": "two\nlines"}]
     done = croze("trace", str(run_dir), "g3")
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["rollout", "g3.0.0", "g3.1.0"]

@@ -37,6 +37,13 @@ def test_lines_go_to_stdout_and_the_opening_to_stderr(capsys):
         assert ("croze trace runs/x" in said.err) != quiet
 
 
+def test_the_opening_says_where_log_probs_are_not_exact(capsys):
+    for exact in (True, False):
+        with progress(Output(json=False), quiet=False) as show:
+            show({"event": "start", "run_dir": "runs/x", "exact": exact, "numerics": "not exact: why"})
+        assert ("not exact: why" in capsys.readouterr().err) != exact
+
+
 def test_json_is_one_object_a_line(capfd):
     with Output(json=True) as output, progress(output, quiet=False) as show:
         show(STEP | {"kl_rollout": float("nan")})

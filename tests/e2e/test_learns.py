@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from croze.cli.load import load_run
 from croze.loop.ledger import SqliteLedger
-from croze.loop.verbs import evaluate, train
+from croze.loop.load import load_run
+from croze.loop.start import train
+from croze.loop.verbs import evaluate
 from croze.sync.identity import Identity
 from croze.trace.reader import TraceReader
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from croze.cli.load import load_folder, load_run
 from croze.errors import RewardFault, UsageError
 from croze.loop.ledger import SqliteLedger
-from croze.loop.verbs import evaluate, train
+from croze.loop.load import load_run, load_trained
+from croze.loop.start import train
+from croze.loop.verbs import evaluate
 
 TASK = """
 import os
@@ -93,7 +94,7 @@ def test_an_interrupt_anywhere_leaves_nothing_in_flight(tmp_path: Path) -> None:
 def test_an_adapter_is_evaluated_on_its_base(tmp_path: Path) -> None:
     reward = f"def judged(reply, answer):\n    return {SCORED}"
     result = train(run_of(tmp_path, reward, **{"lora.rank": "4", "lora.alpha": "8"}))
-    measured = evaluate(load_folder(tmp_path / "run"), tasks=4, samples=2)
+    measured = evaluate(load_trained(tmp_path / "run"), tasks=4, samples=2)
     assert measured["weights_id"] == result.weights_id
     assert 0 <= measured["low_at_2"] <= measured["pass_at_2"] <= measured["high_at_2"] <= 1
 

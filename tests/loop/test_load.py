@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import croze as cz
-from croze.cli.load import apply_keys, find_run_folder, load_folder, load_run
 from croze.config import Optim, Sampling
 from croze.errors import ConfigError, CrozeError, DeclarationError, UsageError
+from croze.loop.load import apply_keys, find_run_folder, load_run, load_trained
 from croze.run import Run
 
 GOOD = """
@@ -142,7 +142,7 @@ def test_a_run_folder_gives_its_run_with_its_keys_and_newest_model(write, tmp_pa
         "group_size": 3,
     }
     folder = make_folder(tmp_path / "runs" / "calc-1", write(GOOD), **changed)
-    run = load_folder(folder)
+    run = load_trained(folder)
     assert run.model == str(folder / "checkpoints" / "step_000010" / "model")
     assert {key: getattr(run, key) for key in changed} == changed
 
@@ -166,16 +166,16 @@ def test_keys_survive_a_way_through_json():
 def test_folders_that_are_no_run(write, tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(DeclarationError, match="no run"):
-        load_folder(tmp_path / "a")
+        load_trained(tmp_path / "a")
     for text in ("{", "[]", "{}"):
         (tmp_path / "a" / "config.json").write_text(text)
         with pytest.raises(DeclarationError, match="cannot be read"):
-            load_folder(tmp_path / "a")
+            load_trained(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text('{"file": "", "keys": {}}')
     with pytest.raises(DeclarationError, match="in Python"):
-        load_folder(tmp_path / "a")
+        load_trained(tmp_path / "a")
     with pytest.raises(DeclarationError, match="no checkpoint"):
-        load_folder(make_folder(tmp_path / "b", write(GOOD), saved=()))
+        load_trained(make_folder(tmp_path / "b", write(GOOD), saved=()))
 
 
 def test_a_run_is_found_by_path_name_or_its_beginning(tmp_path, monkeypatch):

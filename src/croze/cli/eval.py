@@ -10,10 +10,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from croze.cli.load import load_folder, load_run
 from croze.cli.output import Output, number
 from croze.cli.progress import progress
 from croze.config import parse_words
+from croze.loop.load import load_run, load_trained
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> None:
     words = parse_words(arguments.words)
     target = Path(arguments.target)
-    declared = (load_folder(target) if target.is_dir() else load_run(target)).override(words)
+    declared = (load_trained(target) if target.is_dir() else load_run(target)).override(words)
     from croze.loop.verbs import evaluate
 
     with progress(output, quiet=arguments.quiet) as show:

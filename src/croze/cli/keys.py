@@ -1,4 +1,4 @@
-"""List every key that an override may set, with its default, type and meaning.
+"""List every key that an override may set, with its default, type, range and meaning.
 
 croze keys             all of them
 croze keys optim       those of a section, or that contain a word
@@ -10,6 +10,8 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import math
+import textwrap
 import typing
 from typing import Any
 
@@ -18,6 +20,9 @@ from croze.cli.output import Output
 from croze.config import suggest
 from croze.errors import UsageError
 from croze.run import TOP_KEYS, Run, all_keys
+
+WIDTH = 110
+"""Columns a line of text may have."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +38,15 @@ def run(arguments: argparse.Namespace, output: Output) -> None:
         if output.json:
             output.record(row)
         else:
-            default = "" if row["default"] is None else f" = {_told(row['default'])}"
-            output.text(f"{row['key']}{default}\n    {row['type']}{'. ' + row['doc'] if row['doc'] else ''}")
+            output.text(_shown(row))
 
 
 def describe_keys() -> list[dict[str, Any]]:
-    """Every key as {"key", "default", "type", "doc"}; the default is None where the task file must say it."""
+    """Every key as {"key", "default", "type", "range", "doc"}.
+
+    The default is None where the task file must say it. The range is [least, greatest], both allowed, with None
+    for a side without a bound, and None for a key without a range.
+    """
     rows = [_row(key, Run, name) for key, name in TOP_KEYS.items()]
     for section, cls in config.SECTIONS.items():
         rows += [_row(f"{section}.{field.name}", cls, field.name) for field in dataclasses.fields(cls)]
@@ -66,7 +74,14 @@ def _row(key: str, cls: type, name: str) -> dict[str, Any]:
     field = next(f for f in dataclasses.fields(cls) if f.name == name)
     default = None if field.default is dataclasses.MISSING else config.to_plain(field.default)
     kind = _kind(typing.get_type_hints(cls)[name])
-    return {"key": key, "default": default, "type": kind, "doc": field_docs(cls).get(name, "")}
+    bounds = config.RANGES.get(key)
+    return {
+        "key": key,
+        "default": default,
+        "type": kind,
+        "range": None if bounds is None else [b if math.isfinite(b) else None for b in bounds],
+        "doc": field_docs(cls).get(name, ""),
+    }
 
 
 def _kind(annotation: Any) -> str:
@@ -80,9 +95,31 @@ def _kind(annotation: Any) -> str:
     )
 
 
+def _shown(row: dict[str, Any]) -> str:
+    """A key in two parts: itself with its default, and below what it takes and means."""
+    default = "" if row["default"] is None else f" = {_told(row['default'])}"
+    takes = row["type"] + (f", {_spread(*row['range'])}" if row["range"] else "")
+    lines = textwrap.wrap(
+        f"{takes}. {row['doc']}",
+        WIDTH,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    return "\n".join([f"{row['key']}{default}", *lines])
+
+
+def _spread(least: float | None, greatest: float | None) -> str:
+    if greatest is None:
+        return f"at least {_told(least)}"
+    return f"at most {_told(greatest)}" if least is None else f"{_told(least)} to {_told(greatest)}"
+
+
 def _told(default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, float):
+        return f"{default:g}"
     if isinstance(default, list):
         return ",".join(map(str, default)) or "(none)"
     return str(default) if default != "" else "(empty)"

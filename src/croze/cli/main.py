@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import croze
@@ -17,10 +19,18 @@ from croze.config import suggest
 from croze.errors import CrozeError, Interrupted, UsageError
 
 VERBS = {
+    "init": "write a task file to start from",
     "train": "train the run that a task file declares",
+    "resume": "go on with a run that was stopped or died",
+    "check": "hold a run against its tasks, reward, model and this machine, before it starts",
     "eval": "measure pass@k of a task file's model, or of a run's newest weights, on held-out tasks",
+    "replay": "make a recorded step again, compare it with what the run logged, show the samples that dominate",
     "trace": "list and show the rollouts of a run; query its trace with SQL",
+    "ps": "list runs: what each is doing, how far it is, whether it can be resumed",
+    "stop": "stop a run in order: it saves and can be resumed",
     "keys": "list every key=value with its default and meaning",
+    "doctor": "look at this machine: cores, memory, versions, CUDA, exactness, isolation; a fix for what is wrong",
+    "completions": "print completions for bash, zsh or fish",
 }
 INTERNAL_ERROR = 3
 
@@ -40,15 +50,14 @@ def main(words: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Output(json="--json" in words) as output:
         try:
-            _dispatch(words, output)
+            code = _dispatch(words, output)
             output.flush()
+            return code
         except CrozeError as error:
             return _report(error, output)
         except KeyboardInterrupt:
             return _report(Interrupted("stopped from outside", where=f"croze {' '.join(words[:1])}"), output)
-        except BrokenPipeError:
-            # Whoever read our output went away; Python must not fail once more when it flushes at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except BrokenPipeError:  # whoever read our output went away
             return Interrupted.exit_code
         except (
             Exception
@@ -60,38 +69,45 @@ def main(words: Sequence[str] | None = None) -> int:
                     {"event": "error", "kind": "internal", "message": text, "where": None, "fix": None}
                 )
             return INTERNAL_ERROR
-    return 0
 
 
-def _dispatch(words: list[str], output: Output) -> None:
+def _dispatch(words: list[str], output: Output) -> int:
+    """Run the verb; its exit code, which is 0 for verbs that say nothing of it."""
     known = [word for word in words if word != "--json"]
     if not known or known[0] in ("-h", "--help", "help"):
         output.text(_overview())
         if not known:
             raise UsageError("no verb is given", where="croze", fix="croze train FILE")
-        return
+        return 0
     if known[0] in ("-V", "--version"):
         output.text(f"croze {croze.__version__}")
-        return
+        return 0
     verb = known[0]
     if verb not in VERBS:
         raise UsageError(
             f"unknown verb {verb!r}", where="croze", fix=suggest(verb, VERBS) or "see `croze --help`"
         )
+    module, parser = parser_of(verb)
+    try:
+        arguments = parser.parse_intermixed_args(known[1:])
+    except SystemExit:  # --help printed itself
+        return 0
+    return module.run(arguments, output) or 0
+
+
+def parser_of(verb: str) -> tuple[ModuleType, Parser]:
+    """A verb's module and its parser."""
     module = importlib.import_module(f"croze.cli.{verb}")
     parser = Parser(prog=f"croze {verb}", description=module.__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
     module.configure(parser)
-    try:
-        arguments = parser.parse_intermixed_args(known[1:])
-    except SystemExit:  # --help printed itself
-        return
-    module.run(arguments, output)
+    return module, parser
 
 
 def _overview() -> str:
-    verbs = "\n".join(f"  {name:<8}{summary}" for name, summary in VERBS.items())
+    width = max(map(len, VERBS)) + 2
+    verbs = "\n".join(f"  {name:<{width}}{summary}" for name, summary in VERBS.items())
     return (
         "croze: RL post-training for language models\n\n"
         "usage: croze VERB ...    (croze VERB --help says more)\n\n"
@@ -103,18 +119,19 @@ def _overview() -> str:
 
 
 def _report(error: CrozeError, output: Output) -> int:
-    if output.json:
-        output.record(
-            {
-                "event": "error",
-                "kind": error.kind,
-                "message": error.message,
-                "where": error.where,
-                "fix": error.fix,
-            }
-        )
-    else:
-        print(error, file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it; the exit code still says it
+        if output.json:
+            output.record(
+                {
+                    "event": "error",
+                    "kind": error.kind,
+                    "message": error.message,
+                    "where": error.where,
+                    "fix": error.fix,
+                }
+            )
+        else:
+            print(error, file=sys.stderr, flush=True)
     return error.exit_code
 
 

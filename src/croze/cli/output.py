@@ -25,14 +25,18 @@ class Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._stdout >= 0:
+        try:
             sys.stdout.flush()
+        except BrokenPipeError:
+            # whoever read our output went away; Python must not fail once more when it flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if self._stdout >= 0:
             os.dup2(self._stdout, 1)
             os.close(self._stdout)
             self._stdout = -1
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        """One JSON object on a line of its own; numbers that JSON lacks become null."""
+    def record(self, record: Mapping[str, Any] | Sequence[Any]) -> None:
+        """One JSON object, or a list of them, on a line of its own; numbers that JSON lacks become null."""
         from croze.trace.metrics import encode_line
 
         line = memoryview(encode_line(record))

@@ -75,6 +75,8 @@ class Table:
         elif event["event"] == "done":
             self._console.print(_closing(event), markup=False, highlight=False)
         else:
+            if event["event"] == "error":
+                self._live.stop()  # it may be the last that this process does: the cursor is to be seen again
             self._console.print(" ".join(words(event)), markup=False, highlight=False)
 
     def render(self) -> RenderableType:
@@ -92,6 +94,7 @@ class Table:
             "reward_mean",
             "reward_std",
             "kl_rollout",
+            "max_logprob_gap",
             "tokens_per_cpu_s",
             "step_s",
             "valid",
@@ -121,7 +124,10 @@ def words(event: Mapping[str, Any]) -> list[str]:
 
 
 def _opening(event: Mapping[str, Any]) -> str:
-    return f"run {event['run_dir']}   rollouts: croze trace {event['run_dir']}"
+    told = f"run {event['run_dir']}   rollouts: croze trace {event['run_dir']}"
+    if not event.get("exact", True):
+        told += f"\nlog-probs of engine and trainer: {event['numerics']}"
+    return told
 
 
 def _closing(event: Mapping[str, Any]) -> str:

@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from croze.cli.load import find_run_folder
 from croze.cli.output import Output, aligned, excerpt, number, printable
 from croze.config import suggest
 from croze.errors import UsageError
+from croze.loop.load import find_run_folder
 from croze.trace.reader import TraceReader
 
 LISTED = 20
@@ -149,8 +149,11 @@ def _table(rows: list[dict[str, Any]], limit: int, output: Output) -> None:
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its JSON columns as data."""
-    parts = msgspec.json.decode(row["parts"]) if row["parts"] else {}
-    return row | {"parts": parts, "prompt": _prompt(row)}
+    return row | {"parts": _parts(row), "prompt": _prompt(row)}
+
+
+def _parts(row: dict[str, Any]) -> dict[str, float]:
+    return msgspec.json.decode(row["parts"]) if row["parts"] else {}
 
 
 def _prompt(row: dict[str, Any]) -> Any:
@@ -163,14 +166,15 @@ def _prompt(row: dict[str, Any]) -> Any:
 
 
 def _shown(row: dict[str, Any]) -> str:
-    apart = ("prompt", "reply", "parts", "t_start", "t_end")
+    apart = ("prompt", "reply", "parts", "turn_parts", "t_start", "t_end")
     facts = {name: number(value) for name, value in row.items() if name not in apart}
     if row["t_start"] is not None and row["t_end"] is not None:
         began = datetime.fromtimestamp(row["t_start"], UTC).isoformat(" ", "milliseconds")
         facts["time"] = f"{began}, {number(row['t_end'] - row['t_start'])} s"
-    parts = msgspec.json.decode(row["parts"]) if row["parts"] else {}
-    facts |= {f"part {name}": number(value) for name, value in parts.items()}
-    said = [f"{printable(name):<18}{printable(fact)}" for name, fact in facts.items()]
+    facts |= {f"part {name}": number(value) for name, value in _parts(row).items()}
+    for turn, parts in enumerate(row["turn_parts"] or [], 1):
+        facts |= {f"turn {turn} {name}": number(value) for name, value in parts.items()}
+    said = [f"{printable(name):<17} {printable(fact)}" for name, fact in facts.items()]
     prompt = _prompt(row)
     messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
     for message in messages:

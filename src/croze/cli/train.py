@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from croze.cli.load import load_run
 from croze.cli.output import Output
 from croze.cli.progress import progress
 from croze.config import parse_words
+from croze.loop.load import load_run
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, output: Output) -> None:
     words = parse_words(arguments.words)
     declared = load_run(arguments.file).override(words)
-    from croze.loop.verbs import train
+    from croze.loop.start import train
 
     with progress(output, quiet=arguments.quiet) as show:
         train(declared, on_event=show)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
 
 from croze.clock import Clock
+from croze.env.tasks import TaskStream
 from croze.errors import InvariantViolated
 from croze.loop.decisions import Action, Cancelled, Decisions, Dispatch, Ended, Key, Settled, StepDone
 from croze.loop.ledger import Dispatched, Finished, Ledger
+from croze.reward.judge import Watch
 from croze.rollout.groups import Attempt, Generator
 from croze.trace.metrics import JsonLines
-from croze.trace.recorder import Recorder, Span
+from croze.trace.recorder import EnablerType, Recorder, Span
 from croze.types import Group, Outcome, Rollout, Task
 
 
@@ -27,11 +30,12 @@ class Judges(Protocol):
         """Whether siblings are judged in one call."""
         ...
 
-    async def judge(self, rollouts: Sequence[Rollout]) -> list[Outcome]: ...
+    async def judge(self, rollouts: Sequence[Rollout], *, watch: Watch | None = None) -> list[Outcome]: ...
 
 
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete step. ``groups`` are to be trained; ``rollouts`` every attempt of the step, judged.
+    """A complete step. ``groups`` are to be trained; ``rollouts`` every attempt of the step, judged, in the order of
+    their keys: figures over them do not depend on who ended first.
 
     ``generated_at`` and ``judged_at``: clock seconds when the last rollout ended and was judged.
     """
@@ -56,7 +60,7 @@ class Collector:
         *,
         decisions: Decisions,
         ledger: Ledger,
-        tasks: Iterator[Task],
+        tasks: TaskStream,
         generator: Generator,
         judge: Judges,
         recorder: Recorder,
@@ -69,9 +73,17 @@ class Collector:
         self._task_of: dict[int, Task] = {}
 
     async def step(self, enabler: Span | None) -> Collected:
-        """Run the next step's rollouts to their outcomes. ``enabler``: the span that published the weights."""
-        collecting = _Collecting(self, enabler)
-        return await collecting.run()
+        """Run the next step's rollouts to their outcomes. ``enabler``: the span whose end lets them start."""
+        groups = self.open()
+        try:
+            async with asyncio.TaskGroup() as work:
+                collecting = _Collecting(self, enabler, work)
+                for dispatches in groups:
+                    collecting.start(dispatches)
+        except BaseExceptionGroup as failed:
+            raise _first(failed) from None
+        self.forget([dispatches[0].key.group for dispatches in groups])
+        return collecting.collected()
 
     def open(self) -> list[list[Dispatch]]:
         """The next step's first attempts, by group, each group with its task."""
@@ -97,31 +109,29 @@ class Collector:
 
 
 class _Collecting:
-    """The state of one step while it is collected."""
+    """The state of one step while it is collected; its tasks belong to ``work``."""
 
-    def __init__(self, collector: Collector, enabler: Span | None) -> None:
-        self.c, self.enabler = collector, enabler
+    def __init__(self, collector: Collector, enabler: Span | None, work: asyncio.TaskGroup) -> None:
+        self.c, self.enabler, self.work = collector, enabler, work
         self.latest: dict[Key, Rollout] = {}
-        self.attempts: list[Rollout] = []
+        self.attempts: dict[Key, Rollout] = {}
         self.done: StepDone | None = None
         self.generated_at = self.judged_at = collector.clock.now()
         self.last_span = enabler
+        self.ended: dict[str, list[Span]] = {"decode": [], "reward": []}
 
-    async def run(self) -> Collected:
-        groups = self.c.open()
-        try:
-            async with asyncio.TaskGroup() as self.work:
-                for dispatches in groups:
-                    self.work.create_task(self._attempts(dispatches, self.enabler))
-        except BaseExceptionGroup as failed:
-            raise _first(failed) from None
+    def start(self, dispatches: Sequence[Dispatch]) -> None:
+        """A group's first attempts."""
+        synced = self.enabler is not None and self.enabler.stave == "sync"
+        self.work.create_task(self._attempts(dispatches, self.enabler, "version" if synced else "gate"))
+
+    def collected(self) -> Collected:
         if self.done is None:
             raise InvariantViolated("every rollout ended but the step is not complete", where="collect")
-        self.c.forget([dispatches[0].key.group for dispatches in groups])
         return Collected(
             step=self.done.step,
             groups=tuple(self._group(done.members) for done in self.done.kept),
-            rollouts=tuple(self.attempts),
+            rollouts=tuple(self.attempts[key] for key in sorted(self.attempts)),
             generated_at=self.generated_at,
             judged_at=self.judged_at,
             last_span=self.last_span,
@@ -132,61 +142,79 @@ class _Collecting:
         first = rollouts[0]
         return Group(id=first.group_id, task=first.task, step=first.step, rollouts=rollouts)
 
-    async def _attempts(self, dispatches: Sequence[Dispatch], enabler: Span | None) -> None:
+    async def _attempts(
+        self, dispatches: Sequence[Dispatch], enabler: Span | None, enabler_type: EnablerType
+    ) -> None:
         """Generate siblings; judge each as it ends, or all at once where the reward wants them together."""
         task, step = self.c.task(dispatches[0].key.group), dispatches[0].step
-        attempts = [_attempt(d.key) for d in dispatches]
         keys = {d.key.rollout_id: d.key for d in dispatches}
-        started = self.c.clock.now()
+        decoding = {
+            name: self.c.recorder.begin(
+                "decode",
+                enabler=enabler,
+                enabler_type=enabler_type,
+                step=step,
+                rollout_id=name,
+                role="engine",
+            )
+            for name in keys
+        }
         ended: list[tuple[Key, Rollout]] = []
-        async with aclosing(self.c.generator.run(task, attempts, step)) as rollouts:
-            async for rollout in rollouts:
-                self.generated_at = self.c.clock.now()
-                ended.append((keys[rollout.id], rollout))
-                if not self.c.judge.batched:
-                    decode = self._decode_span([rollout], started, enabler)
-                    self.work.create_task(self._judge(ended[-1:], decode))
-        if self.c.judge.batched:
-            decode = self._decode_span([r for _, r in ended], started, enabler)
+        decode: Span | None = None
+        try:
+            async with aclosing(
+                self.c.generator.run(task, [_attempt(k) for k in keys.values()], step)
+            ) as rollouts:
+                async for rollout in rollouts:
+                    self.generated_at = self.c.clock.now()
+                    ended.append((keys[rollout.id], rollout))
+                    decode = self._decoded(decoding.pop(rollout.id), rollout)
+                    if not self.c.judge.batched:
+                        self.work.create_task(self._judge(ended[-1:], decode))
+        finally:
+            for span in decoding.values():
+                self.c.recorder.end(span, ok=False)
+        if self.c.judge.batched and decode is not None:
             await self._judge(ended, decode)
 
-    def _decode_span(self, rollouts: Sequence[Rollout], start: float, enabler: Span | None) -> Span:
-        span = self.c.recorder.add_span(
-            "decode",
-            start,
-            self.c.clock.now(),
-            enabler=enabler,
-            enabler_type="version" if enabler is self.enabler else "data",
-            step=rollouts[0].step,
-            rollout_id=rollouts[0].id,
-            role="engine",
-            requested=start,
-        )
-        span.work(tokens=sum(r.generated for r in rollouts), rollouts=len(rollouts))
+    def _decoded(self, span: Span, rollout: Rollout) -> Span:
+        span.t_start = rollout.t_start
+        span.work(tokens=rollout.generated, rollouts=1)
+        if rollout.waited_s > 0:
+            self._waited(span)
+        self.c.recorder.end(span, ok=rollout.finish != "aborted")
+        insort(self.ended["decode"], span, key=_end)
         return span
 
     async def _judge(self, ended: Sequence[tuple[Key, Rollout]], decode: Span) -> None:
-        start = self.c.clock.now()
-        outcomes = await self.c.judge.judge([rollout for _, rollout in ended])
-        self.judged_at = self.c.clock.now()
-        self.last_span = self.c.recorder.add_span(
-            "reward",
-            start,
-            self.judged_at,
-            enabler=decode,
-            enabler_type="data",
-            step=ended[0][1].step,
-            rollout_id=ended[0][1].id,
-            role="reward",
-            requested=decode.t_end,
-        )
-        self.last_span.work(rollouts=len(ended))
+        first = ended[0][1]
+        with self.c.recorder.span(
+            "reward", enabler=decode, enabler_type="data", step=first.step, rollout_id=first.id, role="reward"
+        ) as span:
+            span.work(rollouts=len(ended))
+            call = _Call(self.c.clock)
+            outcomes = await self.c.judge.judge([rollout for _, rollout in ended], watch=call)
+            span.ok = not any(outcome.fault in ("infra", "unknown") for outcome in outcomes)
+        span.t_start, span.t_end = call.started, call.ended
+        if call.waited:
+            self._waited(span)
+        insort(self.ended["reward"], span, key=_end)
+        self.judged_at, self.last_span = span.t_end, span
         for (key, rollout), outcome in zip(ended, outcomes, strict=True):
             self._ended(key, rollout.judged(outcome), outcome)
 
+    def _waited(self, span: Span) -> None:
+        """It waited for its turn: what let it start is the piece that ended when it did, and made room."""
+        ended = self.ended[span.stave]
+        at = bisect_left(ended, span.t_start, key=_end)
+        near = ended[max(at - 1, 0) : at + 1]
+        if near:
+            freed = min(near, key=lambda s: abs(s.t_end - span.t_start))
+            span.enabler_span_id, span.enabler_type = freed.span_id, "resource"
+
     def _ended(self, key: Key, rollout: Rollout, outcome: Outcome) -> None:
         self.latest[key] = rollout
-        self.attempts.append(rollout)
+        self.attempts[key] = rollout
         if not outcome.valid:
             self.c.faults.write(
                 {
@@ -206,9 +234,30 @@ class _Collecting:
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, Dispatch):
             self.c.dispatched([action])
-            self.work.create_task(self._attempts([action], self.last_span))
+            self.work.create_task(self._attempts([action], self.last_span, "data"))
         elif isinstance(action, StepDone):
             self.done = action
+
+
+class _Call:
+    """Watches a reward call. It starts at once, by the task that asks for it, or later, when another made room."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._asking = asyncio.current_task()
+        self.started = self.ended = clock.now()
+        self.waited = False
+
+    def starts(self) -> None:
+        self.started = self._clock.now()
+        self.waited = asyncio.current_task() is not self._asking
+
+    def ends(self) -> None:
+        self.ended = self._clock.now()
+
+
+def _end(span: Span) -> float:
+    return span.t_end
 
 
 def cancel(collector: Collector, reason: str) -> None:

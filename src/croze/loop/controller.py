@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from croze.clock import Clock
-from croze.errors import RewardFault
+from croze.errors import Interrupted, InvariantViolated, RewardFault
 from croze.inference.protocol import Engine
 from croze.loop.collect import Collected, Collector, cancel
 from croze.loop.decisions import Committed, Final, Settled
 from croze.loop.evaluation import Evaluation
 from croze.loop.figures import Learned, Timing, step_event, valid_scores
+from croze.loop.learning import Learning
 from croze.loop.ledger import Ledger, StepCommit
+from croze.loop.saving import Cut, Saver
+from croze.loop.stop import Stop, Stopped
 from croze.loop.usage import cpu_seconds, peak_mib
 from croze.models.device import ComputeThread
 from croze.run import Run
 from croze.sync.identity import Identity
+from croze.trace.marks import mark
 from croze.trace.metrics import JsonLines
 from croze.trace.recorder import Recorder, Span
 from croze.train.protocol import Algorithm, Trainer
-from croze.types import Batch, Sample, WeightsId
+from croze.types import WeightsId
 
 OnEvent = Callable[[dict[str, Any]], None]
 EMPTY_STEPS = 3
@@ -48,55 +53,110 @@ class Controller:
         ledger: Ledger,
         recorder: Recorder,
         metrics: JsonLines,
+        saver: Saver,
+        stop: Stop,
         clock: Clock,
         on_event: OnEvent,
+        cut: Cut | None = None,
     ) -> None:
-        self.run, self.engine, self.trainer, self.algorithm = run, engine, trainer, algorithm
+        """``cut``: the committed step whose weights the trainer holds; None before the first."""
+        self.run, self.engine, self.trainer = run, engine, trainer
+        self.learning = Learning(trainer, algorithm, thread)
         self.collector, self.evaluation, self.identity, self.thread = collector, evaluation, identity, thread
         self.ledger, self.recorder, self.metrics = ledger, recorder, metrics
+        self.saver, self.stop = saver, stop
         self.clock, self.on_event = clock, on_event
+        self._cut = cut
         self._empty = 0
 
+    @property
+    def committed(self) -> int:
+        return self._cut.step if self._cut else 0
+
     async def train(self) -> WeightsId:
-        """All steps; returns the id of the last weights."""
+        """All steps that are left; returns the id of the last weights.
+
+        Raises Interrupted, the state saved, when asked to stop; InvariantViolated when the weights it goes on from
+        are not those that were saved.
+        """
         try:
-            weights_id, published = await self.publish(step=0, enabler=None)
-            await self.evaluate(step=0)
-            for step in range(1, self.run.steps + 1):
-                weights_id, published = await self.step(step, published)
+            weights_id, last = await self.publish(step=self.committed, enabler=None)
+            self._hold_to(self._cut, weights_id)
+            evaluated = self._cut is not None and self._cut.state["evaluated"]
+            if not evaluated and self._evaluates_after(self.committed):
+                last = await self.evaluate(self.committed, last)
+            for step in range(self.committed + 1, self.run.steps + 1):
+                weights_id, last = await self.step(step, last)
                 if self._evaluates_after(step):
-                    await self.evaluate(step)
+                    last = await self.evaluate(step, last)
+                if self._cut is not None and self.saver.due(step):
+                    await self.saver.begin(self._cut)
+            await self.saver.keep(self._cut)
             return weights_id
+        except Stopped:
+            cancel(self.collector, "the run was stopped")
+            await self.saver.keep(self._cut)
+            raise Interrupted(
+                f"stopped after step {self.committed} of {self.run.steps}",
+                where=self.run.dir,
+                fix=f"croze resume {self.run.dir}",
+            ) from None
         except BaseException as error:
             cancel(self.collector, f"the run ended: {type(error).__name__}")
             raise
 
-    async def step(self, step: int, published: Span) -> tuple[WeightsId, Span]:
-        """Collect, learn, publish, commit: one step of the run."""
+    def cut(self, step: int, weights_id: WeightsId, *, evaluated: bool) -> Cut:
+        """What belongs to a committed step beside the trainer's state: the place in the tasks, the files' ends, and
+        whether an evaluation that is due after it was made."""
+        self.recorder.flush()
+        state = {
+            "evaluated": evaluated,
+            "tasks": msgspec.to_builtins(self.collector.tasks.cursor),
+            "marks": mark(Path(self.run.dir)),
+        }
+        return Cut(step=step, weights_id=weights_id, state=state)
+
+    def _hold_to(self, cut: Cut | None, weights_id: WeightsId) -> None:
+        if cut is not None and weights_id != cut.weights_id:
+            raise InvariantViolated(
+                f"the weights of step {cut.step} are {weights_id[:12]} now and were {cut.weights_id[:12]} when saved",
+                where="resume",
+                fix="resume with the model files and options that the run began with",
+            )
+
+    async def step(self, step: int, last: Span) -> tuple[WeightsId, Span]:
+        """Collect, learn, publish, commit: one step of the run, which starts when ``last`` has ended."""
         started, cpu = self.clock.now(), cpu_seconds()
-        collected = await self.collector.step(published)
+        collected = await self.stop.unless(self.collector.step(last))
         self.refuse_without_outcomes(collected)
         learned, trained = await self.learn(collected)
         weights_id, published = await self.publish(step, enabler=trained)
-        saving = self.clock.now()
-        self.commit(collected, learned, weights_id)
+        with self.recorder.span("save", enabler=published, enabler_type="data", step=step) as saved:
+            self.commit(collected, learned, weights_id)
+            saved.work(rollouts=len(collected.rollouts))
         timing = Timing(
             started=started,
             trained=(trained.t_start, trained.t_end),
             published=(published.t_start, published.t_end),
-            saved=(saving, self.clock.now()),
+            saved=(saved.t_start, saved.t_end),
             cpu_s=cpu_seconds() - cpu,
             peak_mib=peak_mib(),
         )
         event = step_event(collected, learned, weights_id, timing)
         self.metrics.write(event)
+        self._cut = self.cut(step, weights_id, evaluated=not self._evaluates_after(step))
         self.on_event(event)
-        return weights_id, published
+        return weights_id, saved
 
     async def publish(self, step: int, enabler: Span | None) -> tuple[WeightsId, Span]:
         """Give the trainer's weights an id and have the engine serve them."""
-        with self.recorder.span("sync", enabler=enabler, enabler_type="data", step=step) as span:
-            weights_id = await self.thread.run(lambda: self.identity.of(self.trainer.export()))
+        kind = "data" if enabler is not None else None
+        with self.recorder.span(
+            "sync", enabler=enabler, enabler_type=kind, step=step, role="trainer"
+        ) as span:
+            weights_id = await self.thread.run(
+                lambda: self.identity.of(_weighed(self.trainer.export(), span))
+            )
             await self.engine.pause()
             await self.thread.run(self.trainer.publish, weights_id)
             await self.engine.prepare(weights_id, self.trainer.export())
@@ -123,28 +183,12 @@ class Controller:
     async def learn(self, collected: Collected) -> tuple[Learned, Span]:
         """Groups to batches, each one forward-backward and one optimizer step."""
         enabler = collected.last_span
-        with self.recorder.span("train", enabler=enabler, enabler_type="data", step=collected.step) as span:
-            batches = [
-                await self._anchored(b) for b in self.algorithm.minibatches(collected.groups, collected.step)
-            ]
-            stats, steps = [], []
-            for batch in batches:
-                if batch.stats.get("tokens", 0) > 0:
-                    stats.append(await self.thread.run(self.trainer.forward_backward, batch))
-                    steps.append(await self.thread.run(self.trainer.step, collected.step))
-            span.work(tokens=sum(s.tokens_computed for s in stats), rollouts=len(collected.rollouts))
-        return Learned(stats=tuple(stats), steps=tuple(steps), batches=tuple(batches)), span
-
-    async def _anchored(self, batch: Batch) -> Batch:
-        """With the trainer's own log-probs, and the reference's, where the algorithm divides by them."""
-        samples: Sequence[Sample] = batch.samples
-        if self.algorithm.recompute_anchor:
-            found = await self.thread.run(self.trainer.logprobs, samples)
-            samples = [msgspec.structs.replace(s, anchor_S=a) for s, a in zip(samples, found, strict=True)]
-        if self.algorithm.needs_reference:
-            found = await self.thread.run(self.trainer.reference_logprobs, samples)
-            samples = [msgspec.structs.replace(s, reference_S=r) for s, r in zip(samples, found, strict=True)]
-        return msgspec.structs.replace(batch, samples=tuple(samples))
+        with self.recorder.span(
+            "train", enabler=enabler, enabler_type="data", step=collected.step, role="trainer"
+        ) as span:
+            learned = await self.learning.learn(collected.groups, collected.step)
+            span.work(tokens=sum(s.tokens_computed for s in learned.stats), rollouts=len(learned.trained))
+        return learned, span
 
     def commit(self, collected: Collected, learned: Learned, weights_id: WeightsId) -> None:
         """The step is trained: settle its rollouts in the ledger and hold the account to its identity."""
@@ -161,19 +205,37 @@ class Controller:
             states,
         )
         self.ledger.counts()  # raises unless all that was dispatched is accounted for
-        advantages = learned.advantages
+        advantages, gaps = learned.advantages, learned.gaps
         for rollout in collected.rollouts:
-            self.recorder.rollout(rollout, advantage=advantages.get(rollout.id))
+            self.recorder.rollout(rollout, advantage=advantages.get(rollout.id), max_gap=gaps.get(rollout.id))
         self.recorder.flush()
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.run.loop.eval_every
-        return step == self.run.steps or (every > 0 and step % every == 0)
+        return self.evaluation is not None and (
+            step in (0, self.run.steps) or (every > 0 and step % every == 0)
+        )
 
-    async def evaluate(self, step: int) -> None:
-        """pass@1 on the held-out tasks, where there are any."""
-        if self.evaluation is None:
-            return
-        event = {"event": "eval", "step": step, **await self.evaluation.measure(step)}
+    async def evaluate(self, step: int, last: Span) -> Span:
+        """pass@1 on the held-out tasks; the span that ended last."""
+        assert self.evaluation is not None
+        kind = "version" if last.stave == "sync" else "gate"
+        sampled = self.engine.stats().generated_tokens
+        with self.recorder.span("eval", enabler=last, enabler_type=kind, step=step) as span:
+            event = {"event": "eval", "step": step, **await self.stop.unless(self.evaluation.measure(step))}
+            span.work(
+                tokens=self.engine.stats().generated_tokens - sampled,
+                rollouts=event["tasks"] * event["samples"],
+            )
         self.metrics.write(event)
+        if self._cut is not None:
+            self._cut = self.cut(step, self._cut.weights_id, evaluated=True)
         self.on_event(event)
+        return span
+
+
+def _weighed(tensors: Iterable[tuple[str, Any]], span: Span) -> Iterator[tuple[str, Any]]:
+    """The tensors, their bytes noted as work done."""
+    for name, tensor in tensors:
+        span.work(bytes=tensor.nbytes)
+        yield name, tensor

@@ -26,6 +26,22 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(s.group_id for b in self.batches for s in b.samples)
 
     @property
+    def trained(self) -> frozenset[str]:
+        """Ids of the rollouts that had a token in the loss."""
+        return frozenset(s.rollout_id for b in self.batches for s in b.samples if s.mask_S.any())
+
+    @property
+    def gaps(self) -> dict[str, float]:
+        """The largest |trainer - sampler| log-prob of each rollout (nats), where the trainer computed its own before
+        the step's first update: in the first optimizer batch, or in all of them for a recomputed anchor."""
+        gaps = dict(self.stats[0].gaps) if self.stats else {}
+        for sample in (s for b in self.batches for s in b.samples):
+            if sample.anchor_S is not None and sample.mask_S.any():
+                found = np.abs(sample.anchor_S - sample.logprobs_S)[sample.mask_S]
+                gaps[sample.rollout_id] = float(np.maximum(found.max(), gaps.get(sample.rollout_id, 0.0)))
+        return gaps
+
+    @property
     def advantages(self) -> dict[str, float]:
         """The advantage of each trained rollout (that of its first trained token)."""
         trained = ((s.rollout_id, s.advantages_S[s.mask_S]) for b in self.batches for s in b.samples)
@@ -54,7 +70,7 @@ def step_event(
         "step": collected.step,
         "reward_mean": float(np.mean(scores)) if scores else None,
         "reward_std": float(np.std(scores)) if scores else None,
-        **_training(learned),
+        **training_figures(learned),
         "tokens": tokens,
         "tokens_per_cpu_s": tokens / timing.cpu_s if timing.cpu_s > 0 else None,
         "cpu_s": timing.cpu_s,
@@ -76,7 +92,7 @@ def step_event(
     }
 
 
-def _training(learned: Learned) -> dict[str, Any]:
+def training_figures(learned: Learned) -> dict[str, Any]:
     """The optimizer's side. Gap and KL are the first batch's: later ones come after an update."""
     measured = learned.stats[0] if learned.stats and learned.stats[0].tokens_trained else None
     totals: dict[str, float] = {}
@@ -91,6 +107,7 @@ def _training(learned: Learned) -> dict[str, Any]:
         "grad_norm": learned.steps[0].grad_norm if learned.steps else None,
         "lr": learned.steps[-1].lr if learned.steps else None,
         "updates_skipped": sum(s.skipped for s in learned.steps),
+        "save_wait_s": sum(s.waited_s for s in learned.steps),
         "tokens_computed": sum(s.tokens_computed for s in learned.stats),
         # what an algorithm sums over trained tokens is shown per token: ratio, reference_kl, entropy, clipped
         "per_token": {_short(name): value / tokens for name, value in totals.items()} if tokens else {},

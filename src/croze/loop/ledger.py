@@ -73,6 +73,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     settled_step: int | None
 
 
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """A resume: when (Unix seconds), the step it went on from, and what of later steps was taken back."""
+
+    at: float
+    from_step: int
+    steps: int
+    rollouts: int
+
+
 class Ledger(Protocol):
     """What the loop needs of a ledger. Every call is atomic, and repeating one changes nothing."""
 
@@ -108,6 +117,18 @@ class Ledger(Protocol):
         """Rollouts in order of dispatch, of one step or of all."""
         ...
 
+    def cut(self, step: int, at: float) -> Resumed:
+        """Take back all that came after ``step``, and what is in flight: the run goes on from there. Durable on
+        return; it is noted, with the Unix time ``at``.
+
+        Raises InvariantViolated when ``step`` (above 0) is not committed.
+        """
+        ...
+
+    def resumes(self) -> list[Resumed]:
+        """Every resume, oldest first."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -141,6 +162,12 @@ CREATE TABLE IF NOT EXISTS steps (
     reward_mean REAL,
     info TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS resumes (
+    at REAL NOT NULL,
+    from_step INTEGER NOT NULL,
+    steps INTEGER NOT NULL,
+    rollouts INTEGER NOT NULL
+);
 CREATE TABLE IF NOT EXISTS account (
     state TEXT PRIMARY KEY,
     count INTEGER NOT NULL
@@ -153,6 +180,9 @@ END;
 CREATE TRIGGER IF NOT EXISTS count_change AFTER UPDATE OF state ON rollouts WHEN OLD.state <> NEW.state BEGIN
     UPDATE account SET count = count - 1 WHERE state = OLD.state;
     UPDATE account SET count = count + 1 WHERE state = NEW.state;
+END;
+CREATE TRIGGER IF NOT EXISTS count_removal AFTER DELETE ON rollouts BEGIN
+    UPDATE account SET count = count - 1 WHERE state IN ('dispatched', OLD.state);
 END;
 """
 
@@ -245,20 +275,37 @@ class SqliteLedger:
         return done.rowcount
 
     def counts(self) -> Counts:
-        count: dict[str, int] = dict(self._db.execute("SELECT state, count FROM account"))
+        count: dict[str, int] = dict(self._read("SELECT state, count FROM account"))
         in_flight = count.pop("running") + count.pop("finished")
         return Counts(in_flight=in_flight, **count).check(str(self._path))
 
     def steps(self) -> list[StepCommit]:
-        found = self._db.execute("SELECT step, weights_id, reward_mean, info FROM steps ORDER BY step")
+        found = self._read("SELECT step, weights_id, reward_mean, info FROM steps ORDER BY step")
         return [_commit(row) for row in found]
 
     def rollouts(self, step: int | None = None) -> list[Entry]:
         names = ", ".join(Entry.__struct_fields__)
-        found = self._db.execute(
-            f"SELECT {names} FROM rollouts WHERE step = coalesce(?, step) ORDER BY n", (step,)
-        )
+        found = self._read(f"SELECT {names} FROM rollouts WHERE step = coalesce(?, step) ORDER BY n", step)
         return [Entry(**dict(zip(Entry.__struct_fields__, row, strict=True))) for row in found]
+
+    def cut(self, step: int, at: float) -> Resumed:
+        if step > 0 and self._step(step) is None:
+            raise InvariantViolated(
+                f"the run cannot go on from step {step}: it is not committed", where=str(self._path)
+            )
+        with self._transaction(durable=True):
+            rollouts = self._db.execute(
+                "DELETE FROM rollouts WHERE step > ? OR settled_step > ? OR state IN ('running', 'finished')",
+                (step, step),
+            )
+            steps = self._db.execute("DELETE FROM steps WHERE step > ?", (step,))
+            resumed = Resumed(at=at, from_step=step, steps=steps.rowcount, rollouts=rollouts.rowcount)
+            self._db.execute("INSERT INTO resumes VALUES (?, ?, ?, ?)", msgspec.structs.astuple(resumed))
+        return resumed
+
+    def resumes(self) -> list[Resumed]:
+        found = self._read("SELECT at, from_step, steps, rollouts FROM resumes ORDER BY at")
+        return [Resumed(**dict(zip(Resumed.__struct_fields__, row, strict=True))) for row in found]
 
     def close(self) -> None:
         self._db.close()
@@ -279,15 +326,19 @@ class SqliteLedger:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
 
+    def _read(self, query: str, *values: Any) -> list[Any]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except sqlite3.Error as error:
+            raise InfraFault(f"the ledger cannot be read: {error}", where=str(self._path)) from error
+
     def _step(self, step: int) -> StepCommit | None:
-        found = self._db.execute(
-            "SELECT step, weights_id, reward_mean, info FROM steps WHERE step = ?", (step,)
-        ).fetchone()
-        return None if found is None else _commit(found)
+        found = self._read("SELECT step, weights_id, reward_mean, info FROM steps WHERE step = ?", step)
+        return _commit(found[0]) if found else None
 
     def _same(self, before: StepCommit, commit: StepCommit, states: Mapping[str, Final]) -> None:
         settled = dict(
-            self._db.execute("SELECT rollout_id, state FROM rollouts WHERE settled_step = ?", (commit.step,))
+            self._read("SELECT rollout_id, state FROM rollouts WHERE settled_step = ?", commit.step)
         )
         if before.weights_id != commit.weights_id or settled != dict(states):
             raise InvariantViolated(

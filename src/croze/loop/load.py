@@ -17,6 +17,8 @@ import msgspec
 from croze import config
 from croze.config import suggest
 from croze.errors import ConfigError, CrozeError, DeclarationError, UsageError
+from croze.loop.checkpoints import Checkpoints
+from croze.loop.folder import read_config
 from croze.run import TOP_KEYS, Run
 
 DEFAULT_NAME = next(field.default for field in dataclasses.fields(Run) if field.name == "name")
@@ -46,27 +48,36 @@ def load_run(path: str | Path) -> Run:
     return dataclasses.replace(run, name=file.stem if run.name == DEFAULT_NAME else run.name, file=str(file))
 
 
-def load_folder(folder: Path) -> Run:
+def load_declared(folder: Path, run: Run | None = None) -> Run:
+    """The Run of a run folder as it was declared, with the values it had. ``run``: one that was made in Python.
+
+    Raises UsageError when the folder is no run, DeclarationError when its declaration cannot be had again.
+    """
+    config = read_config(folder)
+    if run is None:
+        if not config["file"]:
+            raise DeclarationError(
+                "the run was made in Python, so no task file is known",
+                where=str(folder),
+                fix="give the same Run: cz.resume(folder, run)",
+            )
+        run = load_run(config["file"])
+    given = tuple(key for key, source in config.get("sources", {}).items() if source == "override")
+    return dataclasses.replace(apply_keys(run, config["keys"]), dir=str(folder), overrides=given)
+
+
+def load_trained(folder: Path) -> Run:
     """The Run of a run folder, its model the newest checkpoint's. Raises DeclarationError without one."""
-    where = str(folder)
-    try:
-        saved = msgspec.json.decode((folder / "config.json").read_bytes())
-        file, keys = saved["file"], saved["keys"]
-    except FileNotFoundError:
-        raise DeclarationError("this folder is no run: it has no config.json", where=where) from None
-    except (msgspec.DecodeError, KeyError, TypeError):
-        raise DeclarationError("config.json cannot be read", where=where) from None
-    if not file:
+    run = load_declared(folder)
+    saved = Checkpoints(folder / "checkpoints").all()
+    if not saved:
         raise DeclarationError(
-            "the run was made in Python, so no task file is known", where=where, fix="use cz.evaluate"
+            "the run has no checkpoint yet", where=str(folder), fix=f"croze eval {run.file}"
         )
-    models = sorted(p for p in folder.glob("checkpoints/step_*/model") if p.is_dir())
-    if not models:
-        raise DeclarationError("the run has no checkpoint yet", where=where, fix=f"croze eval {file}")
-    run = apply_keys(load_run(file), keys)
-    if (models[-1] / "adapter_config.json").exists():
-        return dataclasses.replace(run, adapter=str(models[-1]), dir="")
-    return dataclasses.replace(run, model=str(models[-1]), dir="")
+    model = saved[-1] / "model"
+    if (model / "adapter_config.json").exists():
+        return dataclasses.replace(run, adapter=str(model), dir="")
+    return dataclasses.replace(run, model=str(model), dir="")
 
 
 def apply_keys(run: Run, keys: dict[str, Any]) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 
@@ -38,4 +39,10 @@ def _live_cpu_seconds(pid: int) -> float:
 
 def peak_mib() -> float:
     """Peak resident memory of this process in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    try:
+        # ru_maxrss would count what a large parent was before it started this process
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        unit = 1 << 20 if sys.platform == "darwin" else 1 << 10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
