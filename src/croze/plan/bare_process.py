@@ -1,0 +1,75 @@
+"""What a training process occupies before it holds a model: measured in a fresh one, ``python -m`` this module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from croze.models.protocol import ModelFiles
+
+ASSUMED = 380 << 20
+"""Where it cannot be measured: Linux, Python 3.11, torch 2.13 for CPUs, a small tokenizer."""
+WAIT_S = 60.0
+
+
+class BareProcess:
+    """Starts measuring when made, so that other work can go on meanwhile; ``bytes`` waits for the answer."""
+
+    def __init__(self, files: ModelFiles | None) -> None:
+        words = [str(files.path)] if files is not None else []
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", __name__, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def bytes(self) -> int:
+        try:
+            told, _ = self._child.communicate(timeout=WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return ASSUMED
+        return int(told) if self._child.returncode == 0 else ASSUMED
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        if self._child.returncode is None:
+            self._child.kill()
+            self._child.communicate()
+
+    def __enter__(self) -> BareProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main(words: list[str]) -> None:
+    """Import what training imports, load the tokenizer of the model folder named, print the resident bytes."""
+    import torch
+
+    from croze.models.tokenizer import load_tokenizer
+
+    torch.optim.AdamW([torch.zeros(1)], fused=True)  # its first use imports much
+    if words:
+        load_tokenizer(ModelFiles(name="", path=Path(words[0]), source=""))
+    print(resident())
+
+
+def resident() -> int:
+    """Resident bytes of this process."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no /proc: the most it ever was
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
