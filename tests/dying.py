@@ -1,7 +1,8 @@
-"""Runs that die where they are told to, and what is left of them.
+"""Runs that are struck where they are told to be, and what is left of them.
 
 ``Nursery`` forks real ``croze`` processes from one that has torch loaded: a tenth of the start, else the same. A run
-may be given a place at which it kills its whole process group with SIGKILL. ``python dying.py`` is the nursery.
+may be given a place in the code at which its process group gets a signal. ``python dying.py`` is the nursery;
+``python dying.py AT WHEN NTH DOES WORDS...`` is ``croze WORDS``, struck there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MARK = "CROZE_TEST_RUN"
+HANG_S = 60.0
 TIMES = ("tokens_per_cpu_s", "cpu_s", "step_s", "phase_s", "peak_mib", "save_wait_s")
 """What may differ between two runs that are the same."""
 
@@ -62,15 +64,19 @@ run = cz.Run(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
-    """SIGKILL to the process group ``before`` or ``after`` the ``nth`` call of ``at``: "module:qualified.name"."""
+class Strike:
+    """What happens ``before`` or ``after`` the ``nth`` call of ``at`` ("module:qualified.name").
+
+    ``does``: the name of a signal to the process group, or "hang": that call takes HANG_S longer.
+    """
 
     at: str
     when: str = "before"
     nth: int = 1
+    does: str = "SIGKILL"
 
     def __str__(self) -> str:
-        return f"{self.when} {self.at.rpartition(':')[2]} #{self.nth}"
+        return f"{self.does.removeprefix('SIG').lower()} {self.when} {self.at.rpartition(':')[2]} {self.nth}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,8 +128,12 @@ class Process:
             assert not late, f"it was still running after {within_s} s: {self.tail()}"
         return self.code
 
+    def said(self) -> str:
+        """What it wrote to stderr."""
+        return self.out.with_name(f"{self.out.name}.err").read_text()
+
     def tail(self) -> str:
-        return self.out.read_text()[-1500:] + self.out.with_suffix(".err").read_text()[-1500:]
+        return self.out.read_text()[-1500:] + self.said()[-1500:]
 
 
 class Nursery:
@@ -139,16 +149,18 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
-    def start(self, *words: str, death: Death | None = None, cwd: Path | None = None) -> Process:
+    def start(self, *words: str, strike: Strike | None = None, cwd: Path | None = None) -> Process:
         """``croze WORDS --json`` in a session of its own."""
         self._number += 1
         out, mark = self.folder / f"out-{self._number}", uuid.uuid4().hex
+        for path in (out, out.with_name(f"{out.name}.err")):
+            path.touch()
         pid = self.ask(
             words=[*words, "--json"],
             cwd=str(cwd or self.folder),
             out=str(out),
             mark=mark,
-            death=death and [death.at, death.when, death.nth],
+            strike=strike and [strike.at, strike.when, strike.nth, strike.does],
         )
         self._started.append(Process(nursery=self, pid=pid, mark=mark, out=out))
         return self._started[-1]
@@ -253,8 +265,8 @@ def _timeless(line: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------- inside the nursery
 
 
-def _arm(at: str, when: str, nth: int) -> None:
-    """Have the ``nth`` call of a function kill this process group."""
+def _arm(at: str, when: str, nth: int, does: str) -> None:
+    """Have something happen at the ``nth`` call of a function."""
     module, _, name = at.partition(":")
     owner: Any = importlib.import_module(module)
     *path, last = name.split(".")
@@ -265,29 +277,32 @@ def _arm(at: str, when: str, nth: int) -> None:
     if inspect.iscoroutinefunction(inner):
 
         @functools.wraps(inner)
-        async def dying(*args: Any, **words: Any) -> Any:
-            fatal = next(calls) == nth
-            _die(fatal and when == "before")
+        async def struck(*args: Any, **words: Any) -> Any:
+            now = next(calls) == nth
+            _strike(does, now and when == "before")
             value = await inner(*args, **words)
-            _die(fatal and when == "after")
+            _strike(does, now and when == "after")
             return value
 
     else:
 
         @functools.wraps(inner)
-        def dying(*args: Any, **words: Any) -> Any:
-            fatal = next(calls) == nth
-            _die(fatal and when == "before")
+        def struck(*args: Any, **words: Any) -> Any:
+            now = next(calls) == nth
+            _strike(does, now and when == "before")
             value = inner(*args, **words)
-            _die(fatal and when == "after")
+            _strike(does, now and when == "after")
             return value
 
-    setattr(owner, last, dying)
+    setattr(owner, last, struck)
 
 
-def _die(now: bool) -> None:
-    if now:
-        os.killpg(0, signal.SIGKILL)
+def _strike(does: str, now: bool) -> None:
+    if now and does == "hang":
+        print("hanging", file=sys.stderr, flush=True)
+        time.sleep(HANG_S)
+    elif now:
+        os.killpg(0, signal.Signals[does])
 
 
 def _child(asked: Mapping[str, Any]) -> NoReturn:
@@ -301,8 +316,8 @@ def _child(asked: Mapping[str, Any]) -> NoReturn:
         for number, path in ((1, asked["out"]), (2, asked["out"] + ".err")):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        if asked["death"] is not None:
-            _arm(*asked["death"])
+        if asked["strike"] is not None:
+            _arm(*asked["strike"])
         code = main(asked["words"])
     except BaseException:  # the end of a process, whatever it is
         traceback.print_exc()
@@ -324,7 +339,12 @@ def _serve(lines: Iterator[bytes], answers: int) -> None:
         os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
+    from croze.cli.main import main
+
+    _arm(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    sys.exit(main(sys.argv[5:]))
+elif __name__ == "__main__":
     import croze.cli.resume
     import croze.cli.train
     import croze.loop.training

@@ -171,6 +171,8 @@ class RewardOptions:
     """Seconds one reward call may take, its sandbox work included."""
     concurrency: int = 16
     """Most reward calls in flight at once; the others queue."""
+    memory_mib: int = 0
+    """Most memory of the reward's process, and of each that it starts, in MiB; 0: half of the machine's."""
 
 
 @options
@@ -227,13 +229,13 @@ SECTIONS: dict[str, type] = {
 
 RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
-    "steps": (0, math.inf),
-    "group_size": (1, math.inf),
-    "groups_per_step": (1, math.inf),
+    "steps": (0, 10**9),
+    "group_size": (1, 2**16),  # a rollout's random stream is named by 16 bits of it
+    "groups_per_step": (1, 10**6),
     "sampling.temperature": (0, math.inf),
     "sampling.top_p": (1e-6, 1),
     "sampling.top_k": (0, math.inf),
-    "sampling.max_tokens": (1, math.inf),
+    "sampling.max_tokens": (1, 10**9),
     "optim.lr": (0, math.inf),
     "optim.warmup_steps": (0, math.inf),
     "optim.weight_decay": (0, math.inf),
@@ -252,11 +254,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "engine.prefill_chunk": (1, math.inf),
     "loop.eval_every": (0, math.inf),
     "loop.eval_tasks": (0, math.inf),
-    "loop.retries": (0, math.inf),
+    "loop.retries": (0, 255),  # and by 8 bits of the attempt
     "loop.checkpoint_every": (0, math.inf),
     "loop.keep": (0, math.inf),
     "reward.timeout_s": (1e-3, math.inf),
     "reward.concurrency": (1, math.inf),
+    "reward.memory_mib": (0, math.inf),
     "sandbox.cpu_s": (1e-3, 100_000),
     "sandbox.wall_s": (1e-3, 100_000),
     "sandbox.memory_mib": (16, 500_000),  # below, no Python starts
@@ -264,14 +267,29 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.disk_mib": (1, 500_000),
 }
 """Least and greatest value of a key, both allowed."""
+LARGEST = 2**63 - 1
+"""No number of an option is beyond: config.json keeps them all exactly."""
 
 
 def check_range(key: str, value: Any) -> None:
     """Hold a number to its key's range; nan is in none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
     low, high = RANGES.get(key, (-math.inf, math.inf))
-    if key in RANGES and not low <= value <= high:
-        wanted = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-        raise ConfigError(f"{key} must be {wanted}, got {value}", where=key)
+    if not low <= value <= high:
+        wanted = f"at least {low:g}" if math.isinf(high) else f"between {_exact(low)} and {_exact(high)}"
+        raise ConfigError(f"{key} must be {wanted}, got {value}", where=key, fix=meaning(key))
+    if not abs(value) <= LARGEST:
+        raise ConfigError(f"{key} must be finite and below 2^63, got {value}", where=key, fix=meaning(key))
+
+
+def meaning(key: str) -> str:
+    """Where it is said what a key takes and means."""
+    return f"`croze keys {key}` says what it means"
+
+
+def _exact(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def parse_words(words: Iterable[str]) -> dict[str, str]:
@@ -321,25 +339,26 @@ def coerce(key: str, text: str, annotation: Any) -> Any:
             return True
         if text.lower() in ("false", "0", "no", "off"):
             return False
-        raise ConfigError(f"{key} wants true or false, got {text!r}", where=key)
+        raise ConfigError(f"{key} wants true or false, got {text!r}", where=key, fix=meaning(key))
     if annotation in (int, float):
         try:
             return annotation(text)
         except ValueError:
-            raise ConfigError(f"{key} wants {_type_name(annotation)}, got {text!r}", where=key) from None
+            raise ConfigError(
+                f"{key} wants {describe(annotation)}, got {text!r}", where=key, fix=meaning(key)
+            ) from None
     if annotation is str:
         return text
     raise ConfigError(f"{key} cannot be set on the command line", where=key, fix="set it in the task file")
 
 
-def _type_name(annotation: Any) -> str:
-    return {int: "a whole number", float: "a number"}.get(annotation, str(annotation))
-
-
-def suggest(word: str, names: Iterable[Any]) -> str | None:
+def suggest(word: str, names: Iterable[Any], *, cutoff: float = 0.5) -> str | None:
     """The nearest right name as a sentence, or None."""
-    near = difflib.get_close_matches(word, [str(n) for n in names], n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else None
+    near = difflib.get_close_matches(word, [str(n) for n in names], n=3, cutoff=cutoff)
+    swapped = [
+        n for n in near if sorted(n) == sorted(word)
+    ]  # letters in another order are the likeliest slip
+    return f"did you mean {(swapped or near)[0]!r}?" if near else None
 
 
 def check_types(section: str, value: Any) -> None:
@@ -348,9 +367,8 @@ def check_types(section: str, value: Any) -> None:
     for field in dataclasses.fields(value):
         have, want = getattr(value, field.name), hints[field.name]
         if not matches(have, want):
-            raise ConfigError(
-                f"{section}.{field.name} wants {_describe(want)}, got {have!r}", where="task file"
-            )
+            key = f"{section}.{field.name}"
+            raise ConfigError(f"{key} wants {describe(want)}, got {have!r}", where=key, fix=meaning(key))
 
 
 def matches(value: Any, annotation: Any) -> bool:
@@ -374,14 +392,17 @@ def matches(value: Any, annotation: Any) -> bool:
     return isinstance(value, annotation)
 
 
-def _describe(annotation: Any) -> str:
-    if typing.get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    return (
-        _type_name(annotation)
-        if annotation in (int, float)
-        else str(getattr(annotation, "__name__", annotation))
-    )
+def describe(annotation: Any) -> str:
+    """What a field takes, in words."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return 'a tuple of text, as in ("a", "b")'
+    if origin is tuple:
+        return f"a tuple of {len(args)} numbers"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    return words.get(annotation, str(annotation))
 
 
 def to_plain(value: Any) -> Any:

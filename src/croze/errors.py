@@ -56,6 +56,16 @@ class CrozeError(Exception):
         return "\n".join(lines)
 
 
+def told(error: BaseException, *, limit: int = 1000) -> str:
+    """An error of any class as "Type: text", at most ``limit`` characters that every encoding has. Raises nothing."""
+    try:
+        text = error.message if isinstance(error, CrozeError) else str(error)
+    except Exception as broken:  # user code: an exception whose own text cannot be had
+        text = f"(its text cannot be had: {type(broken).__name__})"
+    name = type(error).__name__
+    return (f"{name}: {text}" if text else name).encode("utf-8", "replace").decode()[:limit]
+
+
 def _rebuild(cls: type[CrozeError], message: str, where: str | None, fix: str | None) -> CrozeError:
     return cls(message, where=where, fix=fix)
 

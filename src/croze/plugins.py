@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from croze.config import suggest
-from croze.errors import ConfigError, CrozeError, PluginError
+from croze.errors import ConfigError, CrozeError, InfraFault, PluginError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -56,7 +56,8 @@ def make(group: str, name: str, *parts: Any, keeps: type) -> Any:
     """Call the factory ``name`` of ``group`` with ``parts``.
 
     ``keeps``: the protocol whose members the result must have. Raises ConfigError for an unknown name, PluginError
-    for a plug-in that cannot be imported, fails, or makes something else; a CrozeError of its own goes through.
+    for a plug-in that cannot be imported, fails, or makes something else, InfraFault where memory is wanting; a
+    CrozeError of its own goes through.
     """
     point = _find(group, name)
     try:
@@ -64,6 +65,12 @@ def make(group: str, name: str, *parts: Any, keeps: type) -> Any:
     except CrozeError:
         raise
     except Exception as error:  # supervision boundary: a plug-in is code of others
+        if _out_of_memory(error):
+            raise InfraFault(
+                f"there is not enough memory: {error}",
+                where=KEYS[group],
+                fix="`croze check` says how much a run needs: choose a smaller model, or lora.rank=16",
+            ) from error
         raise _unusable(group, point, f"fails: {type(error).__name__}: {error}") from error
     lacks = [member for member in _members(keeps) if not hasattr(made, member)]
     if lacks:
@@ -125,6 +132,15 @@ def _owner(point: EntryPoint) -> str:
 
 def _members(protocol: type) -> list[str]:
     return sorted(n for n in {*vars(protocol), *inspect.get_annotations(protocol)} if not n.startswith("_"))
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch has no class of its own for a CPU that has no memory left."""
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemory" in type(error).__name__
+        or "can't allocate memory" in str(error)
+    )
 
 
 def _unusable(group: str, point: EntryPoint, why: str) -> PluginError:

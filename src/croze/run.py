@@ -26,6 +26,8 @@ from croze.config import (
 from croze.errors import ConfigError, DeclarationError
 
 RewardFunction = Callable[..., Any]
+MOST_ROLLOUTS = 1_000_000
+"""Of one step: their headers are in memory together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +76,43 @@ class Run:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise DeclarationError("Run.model must be a model's name or path", where="Run(model=...)")
+            raise DeclarationError(
+                f"Run.model must be text, a model's name or path, got {self.model!r}",
+                where="Run(model=...)",
+                fix="built-in names, a directory, a .gguf file and hub ids (ORG/NAME) are models",
+            )
         if not callable(self.reward):
             raise DeclarationError(
-                f"Run.reward must be a function, got {type(self.reward).__name__}", where="Run(reward=...)"
+                f"Run.reward must be a function, got {type(self.reward).__name__}",
+                where="Run(reward=...)",
+                fix="write `def right(reply, answer): return float(reply == answer)`, and reward=right",
             )
         hints = typing.get_type_hints(Run)
         for key in TOP_KEYS.values():
             if not config.matches(getattr(self, key), hints[key]):
                 raise ConfigError(
-                    f"{key} wants {hints[key].__name__}, got {getattr(self, key)!r}", where="Run"
+                    f"{key} wants {config.describe(hints[key])}, got {getattr(self, key)!r}",
+                    where=f"Run({key}=...)",
+                    fix=config.meaning(key),
                 )
         for section, cls in config.SECTIONS.items():
             value = getattr(self, _FIELD_OF.get(section, section))
             if not isinstance(value, cls):
-                raise ConfigError(f"{section} wants cz.{cls.__name__}(...), got {value!r}", where="Run")
+                name = _FIELD_OF.get(section, section)
+                raise ConfigError(
+                    f"{name} wants cz.{cls.__name__}(...), got {value!r}",
+                    where=f"Run({name}=...)",
+                    fix=f"write {name}=cz.{cls.__name__}(...)",
+                )
             config.check_types(section, value)
         for key, value in self.keys().items():
             config.check_range(key, value)
+        if self.groups_per_step * self.group_size > MOST_ROLLOUTS:
+            raise ConfigError(
+                f"a step of {self.groups_per_step} groups of {self.group_size} rollouts is more than {MOST_ROLLOUTS}",
+                where="groups_per_step",
+                fix="lower groups_per_step or group_size",
+            )
         if not re.fullmatch(r"[\w.-]{1,100}", self.name) or self.name.startswith("."):
             raise ConfigError(
                 f"name {self.name!r} cannot name a folder", where="name", fix="use letters, digits, - and _"
@@ -126,11 +147,7 @@ class Run:
                 annotation = typing.get_type_hints(config.SECTIONS[section])[name]
                 nested.setdefault(section, {})[name] = config.coerce(key, text, annotation)
             else:
-                raise ConfigError(
-                    f"unknown key {key!r}",
-                    where=source,
-                    fix=config.suggest(key, all_keys()) or "see `croze keys`",
-                )
+                raise ConfigError(f"unknown key {key!r}", where=source, fix=_nearest(key))
         for section, changes in nested.items():
             attribute = _FIELD_OF.get(section, section)
             top[attribute] = dataclasses.replace(getattr(self, attribute), **changes)
@@ -147,6 +164,7 @@ TOP_KEYS: dict[str, str] = {
     "run.dir": "dir",
 }
 _FIELD_OF = {"reward": "reward_options"}
+_IN_THE_FILE = ("tasks", "reward", "eval_tasks", "adapter")
 
 
 def _fields(cls: type) -> set[str]:
@@ -159,6 +177,21 @@ def all_keys() -> list[str]:
         f"{section}.{name}" for section, cls in config.SECTIONS.items() for name in sorted(_fields(cls))
     ]
     return [*TOP_KEYS, *nested]
+
+
+def _nearest(key: str) -> str:
+    """What to do about a key that there is not."""
+    section, _, name = key.rpartition(".")
+    if key in _IN_THE_FILE:
+        return f"{key} is set in the task file: cz.Run({key}=...)"
+    same = [k for k in all_keys() if k.rpartition(".")[2] == name.lower()]
+    if len(same) == 1:
+        return f"did you mean {same[0]!r}?"
+    if key in config.SECTIONS:
+        return f"{key} is a section of keys: see `croze keys {key}`"
+    if section in config.SECTIONS:  # what its keys have in common with this one is no likeness
+        return config.suggest(key, all_keys(), cutoff=0.75) or f"see `croze keys {section}`"
+    return config.suggest(key, all_keys()) or "see `croze keys`"
 
 
 def provenance(run: Run) -> dict[str, tuple[Any, Source]]:

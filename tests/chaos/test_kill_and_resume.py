@@ -1,15 +1,19 @@
 """Killed anywhere, a run goes on as if nothing had happened: same weights, same ledger, same metrics, same trace."""
 
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dying import TASK, Death, Nursery, alive, facts, gone_within
+from dying import TASK, Nursery, Strike, alive, facts, gone_within
 
 pytestmark = pytest.mark.chaos
 
@@ -37,9 +41,9 @@ class Ward:
         self._number += 1
         return f"run-{self._number}"
 
-    def killed(self, *words: str, death: Death) -> None:
-        process = self.nursery.run(*words, death=death)
-        assert process.code == -signal.SIGKILL, f"it never came to {death}: {process.tail()}"
+    def killed(self, *words: str, strike: Strike) -> None:
+        process = self.nursery.run(*words, strike=strike)
+        assert process.code == -signal.SIGKILL, f"it never came to {strike}: {process.tail()}"
         assert gone_within(5, lambda: alive(process.mark)) == []
 
     def resumed(self, name: str, words: tuple[str, ...]) -> list[dict]:
@@ -59,8 +63,8 @@ def ward(tmp_path_factory) -> Iterator[Ward]:
     made.nursery.close()
 
 
-def points(*told: tuple[str, str, int]) -> list[Death]:
-    return [Death(when=when, at=at, nth=nth) for when, at, nth in told]
+def points(*told: tuple[str, str, int]) -> list[Strike]:
+    return [Strike(when=when, at=at, nth=nth) for when, at, nth in told]
 
 
 ANYWHERE = points(
@@ -91,15 +95,15 @@ ANYWHERE = points(
 )
 
 
-@pytest.mark.parametrize("death", ANYWHERE, ids=str)
-def test_killed_once(ward: Ward, death: Death) -> None:
+@pytest.mark.parametrize("strike", ANYWHERE, ids=str)
+def test_killed_once(ward: Ward, strike: Strike) -> None:
     name = ward.new()
-    ward.killed("train", "task.py", f"run.dir={name}", death=death)
+    ward.killed("train", "task.py", f"run.dir={name}", strike=strike)
     ward.resumed(name, PLAIN)
 
 
 @pytest.mark.parametrize(
-    "death",
+    "strike",
     points(
         ("after", "croze.loop.evaluation:Evaluation.measure", 1),  # before the first step, not told
         ("after", "croze.train.optimizer:AdamW.step", 5),  # between the two updates of step 3
@@ -111,16 +115,16 @@ def test_killed_once(ward: Ward, death: Death) -> None:
     ),
     ids=str,
 )
-def test_killed_once_with_an_adapter_and_evaluations(ward: Ward, death: Death) -> None:
+def test_killed_once_with_an_adapter_and_evaluations(ward: Ward, strike: Strike) -> None:
     name = ward.new()
-    ward.killed("train", "task.py", f"run.dir={name}", *RICH, death=death)
+    ward.killed("train", "task.py", f"run.dir={name}", *RICH, strike=strike)
     ward.resumed(name, RICH)
 
 
 def test_killed_before_it_is_declared_nothing_was_begun(ward: Ward) -> None:
     name = ward.new()
-    death = Death(at="croze.loop.folder:RunFolder.write")
-    ward.killed("train", "task.py", f"run.dir={name}", death=death)
+    strike = Strike(at="croze.loop.folder:RunFolder.write")
+    ward.killed("train", "task.py", f"run.dir={name}", strike=strike)
     refused = ward.nursery.run("resume", name)
     assert refused.code == 2 and "holds no run" in refused.events()[-1]["message"]
     assert ward.nursery.run("train", "task.py", f"run.dir={name}").code == 0
@@ -142,23 +146,23 @@ def test_killed_before_it_is_declared_nothing_was_begun(ward: Ward) -> None:
     ),
     ids=str,
 )
-def test_killed_again_while_it_resumes(ward: Ward, again: Death) -> None:
+def test_killed_again_while_it_resumes(ward: Ward, again: Strike) -> None:
     name = ward.new()
-    first = Death(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=3)
-    ward.killed("train", "task.py", f"run.dir={name}", death=first)
-    ward.killed("resume", name, death=again)
+    first = Strike(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=3)
+    ward.killed("train", "task.py", f"run.dir={name}", strike=first)
+    ward.killed("resume", name, strike=again)
     ward.resumed(name, PLAIN)
 
 
 def test_killed_at_every_step(ward: Ward) -> None:
-    """Always in the middle of its generation, first without and then with a checkpoint to go on from."""
+    """As soon as it is saved, again and again."""
     name = ward.new()
-    death = Death(when="after", at="croze.loop.ledger:SqliteLedger.finish", nth=12)
-    ward.killed("train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1", death=death)
+    strike = Strike(when="after", at="croze.loop.checkpoints:Checkpoints.write")
+    ward.killed("train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1", strike=strike)
     for _ in range(3):
-        ward.killed("resume", name, death=death)
+        ward.killed("resume", name, strike=strike)
     events = ward.resumed(name, ("loop.checkpoint_every=1",))
-    assert events[1]["step"] >= 4
+    assert [e["step"] for e in events if e["event"] == "resume"] == [4]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -179,3 +183,99 @@ def test_killed_at_any_moment(ward: Ward, seed: int) -> None:
         process = ward.nursery.start("resume", name)
     assert process.wait() == 0, process.tail()
     ward.resumed(name, words)
+
+
+@pytest.mark.parametrize(
+    "strike",
+    [
+        Strike(at="croze.loop.evaluation:Evaluation.measure", nth=1, does="SIGINT"),
+        Strike(at="croze.loop.evaluation:Evaluation.measure", nth=2, does="SIGTERM"),
+        Strike(at="croze.train.optimizer:AdamW.step", nth=5, does="SIGINT"),
+        Strike(at="croze.train.state:StateSnapshot.write", nth=1, does="SIGINT"),
+        Strike(at="croze.loop.ledger:SqliteLedger.settle", nth=3, does="SIGTERM"),
+    ],
+    ids=str,
+)
+def test_stopped_anywhere(ward: Ward, strike: Strike) -> None:
+    name = ward.new()
+    process = ward.nursery.run("train", "task.py", f"run.dir={name}", *RICH, strike=strike)
+    assert process.code == 4 and process.events()[-1]["fix"] == f"croze resume {name}", process.tail()
+    assert gone_within(5, lambda: alive(process.mark)) == []
+    events = ward.resumed(name, RICH)
+    assert [e["again_steps"] for e in events if e["event"] == "resume"] == [0]
+
+
+def test_killed_in_the_middle_of_a_file(ward: Ward) -> None:
+    """While the state is being written: seen from outside, by what is in the folder."""
+    name = ward.new()
+    process = ward.nursery.start("train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1")
+    partial = ward.folder / name / "checkpoints"
+    process.until(lambda _: any(p.name.endswith(".safetensors") for p in partial.glob(".step_*/*/*")))
+    process.signal(signal.SIGKILL, group=True)
+    assert process.wait() == -signal.SIGKILL
+    ward.resumed(name, ("loop.checkpoint_every=1",))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_command_itself_killed_early(ward: Ward, seed: int) -> None:
+    """A whole start, with its self-check; killed in its first seconds, once or twice."""
+    rng, name = random.Random(seed), ward.new()
+    croze = [sys.executable, "-m", "croze.cli.main"]
+    words = ["train", "task.py", f"run.dir={name}", "--json"]
+    for _ in range(2):
+        with subprocess.Popen(
+            [*croze, *words], cwd=ward.folder, stdout=subprocess.DEVNULL, start_new_session=True
+        ) as process:
+            while not (ward.folder / name / "config.json").exists():
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 4))
+            os.killpg(process.pid, signal.SIGKILL)
+        words = ["resume", name, "--json"]
+    ward.resumed(name, PLAIN)
+
+
+def test_other_data_are_refused(tmp_path: Path, ward: Ward) -> None:
+    rows = [json.dumps({"prompt": f"add {n} and 2, times 3=", "answer": str(n)}) for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    (tmp_path / "task.py").write_text(TASK.replace("cz.tasks(problems)", "cz.tasks('rows.jsonl')"))
+    settled = Strike(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=3)
+    killed = ward.nursery.run("train", "task.py", "run.dir=run", strike=settled, cwd=tmp_path)
+    assert killed.code == -signal.SIGKILL
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows).replace('"7"', '"8"'))
+    refused = ward.nursery.run("resume", "run", cwd=tmp_path)
+    assert refused.code == 2 and "tasks have changed" in refused.events()[-1]["message"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    assert ward.nursery.run("resume", "run", cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize("harm", ["short", "long", "missing", "gone"])
+def test_a_broken_checkpoint_falls_back(ward: Ward, harm: str) -> None:
+    ward.whole(PLAIN)
+    name = ward.new()
+    run = shutil.copytree(ward.folder / "whole-0", ward.folder / name)
+    newest = run / "checkpoints" / "step_000005"
+    file = newest / "model" / "model.safetensors"
+    if harm == "short":
+        os.truncate(file, file.stat().st_size - 1)
+    elif harm == "long":
+        os.truncate(file, file.stat().st_size + 1)
+    elif harm == "missing":
+        file.unlink()
+    else:
+        shutil.rmtree(newest)
+    (told,) = [e for e in ward.resumed(name, PLAIN) if e["event"] == "resume"]
+    assert told["step"] == 4 and [b["checkpoint"] for b in told["broken"]] == ["step_000005"] * (harm != "gone")
+
+
+def test_a_broken_one_does_not_count_among_those_kept(ward: Ward) -> None:
+    """With one kept, the newest broken and the run killed again: the older one is what is left, and is used."""
+    words, name = ("loop.keep=1", "loop.checkpoint_every=1"), ward.new()
+    settled = Strike(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=4)
+    ward.killed("train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1", "loop.keep=2", strike=settled)
+    config = ward.folder / name / "config.json"
+    config.write_text(config.read_text().replace('"loop.keep": 2', '"loop.keep": 1'))
+    (newest,) = (ward.folder / name / "checkpoints").glob("step_000003/trainer/trainer.json")
+    newest.write_bytes(b"{}")
+    ward.killed("resume", name, strike=Strike(when="after", at="croze.loop.ledger:SqliteLedger.finish", nth=3))
+    (told,) = [e for e in ward.resumed(name, words) if e["event"] == "resume"]
+    assert told["step"] == 2

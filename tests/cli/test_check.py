@@ -92,10 +92,12 @@ def test_a_users_exception_is_told_as_type_text_and_place(fine):
     assert "KeyError: " in failed["message"] and failed["where"] == f"{fine / 'task.py'}:9"
 
 
-def test_strict_lets_no_warning_pass(fine):
+def test_a_run_folder_and_strict(fine):
     file = fine / "task.py"
     run = Run(model="tiny-calc", tasks=[], reward=print, dir=str(fine / "run"), file=str(file))
-    RunFolder.create(run)[0].close()
+    with RunFolder.create(run)[0]:
+        done = croze("run", "--json", cwd=fine)
+        assert done.returncode == 1 and "in use by process" in findings(done.stdout)[0]["message"]
     done = croze("run", "--json", cwd=fine)
     assert done.returncode == 0 and {f["status"] for f in findings(done.stdout)} == {"warn", "ok"}
     assert croze("run", "--strict", cwd=fine).returncode == 1

@@ -70,7 +70,9 @@ def all_keys_in_order() -> list[str]:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_word_is_in_every_script(shell, described):
     script = SHELLS[shell](described)
-    assert "@" not in script.replace("${#words[@]}", "").replace("[@]", "").replace("$@", "").replace("pass@k", "")
+    assert "@" not in script.replace("${#words[@]}", "").replace("[@]", "").replace("$@", "").replace(
+        "pass@k", ""
+    )
     for verb in described.verbs:
         assert verb.name in script
         for option in verb.options:
@@ -205,7 +207,9 @@ def in_a_terminal(program: list[str], script: Path, typed: str, cwd: Path) -> st
 
 
 def test_as_json_and_with_a_wrong_shell():
-    done = subprocess.run([*CROZE, "completions", "fish", "--json"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*CROZE, "completions", "fish", "--json"], capture_output=True, text=True, timeout=60
+    )
     told = json.loads(done.stdout)
     assert told["shell"] == "fish" and told["script"].startswith("# fish completion for croze")
     done = subprocess.run([*CROZE, "completions", "csh"], capture_output=True, text=True, timeout=60)

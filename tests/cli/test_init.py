@@ -59,9 +59,9 @@ def test_what_it_writes_checks_and_trains_at_once(tmp_path):
     assert [e["valid"] for e in events if e["event"] == "step"] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("environment", ["math", "code"])
-def test_the_others_check_and_train_too(environment, here):
-    assert main(["init", "sums", "--env", environment]) == 0
+def test_code_checks_and_trains_too(here):
+    """math: the pages on concepts begin with it (tests/test_docs.py)."""
+    assert main(["init", "sums", "--env", "code"]) == 0
     run = load_run("sums.py").override(SMALL)
     assert_sound(msgspec.to_builtins(cz.check(run)))
     events: list[dict] = []
@@ -177,7 +177,9 @@ def test_as_json(here):
     assert done.returncode == 2 and json.loads(done.stdout)["kind"] == "usage"
 
 
-@pytest.mark.parametrize("words", [["calc", "--env", "cooking"], ["calc", "--model", ""], ["calc", "--model", "a\x1bb"]])
+@pytest.mark.parametrize(
+    "words", [["calc", "--env", "cooking"], ["calc", "--model", ""], ["calc", "--model", "a\x1bb"]]
+)
 def test_wrong_words(words, here, capsys):
     assert main(["init", *words]) == 2
     assert "\x1b" not in capsys.readouterr().err and list(here.iterdir()) == []

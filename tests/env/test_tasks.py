@@ -152,7 +152,7 @@ def test_a_broken_template_is_refused_when_declared(template):
 
 BAD = {
     "not a dict": ("hello", "not a dict"),
-    "no prompt": ({"promt": "x"}, "did you mean 'promt'?"),
+    "no prompt": ({"promt": "x"}, "call the column 'promt' 'prompt'"),
     "no columns": ({}, "no prompt"),
     "number": ({"prompt": 3}, "an int"),
     "nothing": ({"prompt": None}, "nothing"),

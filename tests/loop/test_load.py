@@ -9,7 +9,7 @@ import pytest
 
 import croze as cz
 from croze.config import Optim, Sampling
-from croze.errors import ConfigError, CrozeError, DeclarationError, UsageError
+from croze.errors import ConfigError, CrozeError, DeclarationError, Interrupted, UsageError
 from croze.loop.load import apply_keys, find_run_folder, load_run, load_trained
 from croze.run import Run
 
@@ -103,9 +103,10 @@ def test_text_that_is_not_utf8_is_an_error(tmp_path):
         load_run(tmp_path / "t.py")
 
 
-def test_an_interrupt_while_loading_is_no_declaration_error(write):
-    with pytest.raises(KeyboardInterrupt):
-        load_run(write("raise KeyboardInterrupt"))
+def test_an_interrupt_while_loading_says_where_the_file_was(write):
+    with pytest.raises(Interrupted) as caught:
+        load_run(write("x = 1\nraise KeyboardInterrupt"))
+    assert caught.value.where is not None and caught.value.where.endswith(".py:2")
 
 
 def test_paths_that_are_no_task_file(write, tmp_path):
@@ -130,7 +131,9 @@ def make_folder(folder: Path, file: Path, saved=(1, 2, 10), **keys) -> Path:
     run = dataclasses.replace(load_run(file), **keys)
     (folder / "config.json").write_text(json.dumps({"file": str(file), "keys": run.keys()}))
     for step in saved:
-        (folder / "checkpoints" / f"step_{step:06d}" / "model").mkdir(parents=True)
+        checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+        (checkpoint / "model").mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
     return folder
 
 
@@ -169,7 +172,7 @@ def test_folders_that_are_no_run(write, tmp_path):
         load_trained(tmp_path / "a")
     for text in ("{", "[]", "{}"):
         (tmp_path / "a" / "config.json").write_text(text)
-        with pytest.raises(DeclarationError, match="cannot be read"):
+        with pytest.raises(DeclarationError, match="cannot be read|does not declare"):
             load_trained(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text('{"file": "", "keys": {}}')
     with pytest.raises(DeclarationError, match="in Python"):

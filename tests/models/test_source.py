@@ -190,17 +190,28 @@ def test_strange_headers_are_damage(tmp_path, header: bytes):
     [
         ("tiny_calc", "did you mean 'tiny-calc'"),
         ("smollm2", "did you mean 'smollm2-135m-instruct'"),
-        ("xyz", "built-in names: "),
-        ("./nowhere", "built-in names"),
-        ("/no/such/dir", "built-in names"),
-        ("~/none", ""),
-        ("a/b.safetensors", ""),
+        ("xyz", "or one of tiny-calc"),
+        ("./nowhere", "or one of tiny-calc"),
+        ("/no/such/dir", "check the path"),
+        ("~/none", "check the path"),
+        ("a/b.safetensors", "check the path"),
+        ("~nobody-of-this-name/x", "a hub id (ORG/NAME)"),
+        ("a" * 5000, "a hub id (ORG/NAME)"),
+        ("a\0b", "a hub id (ORG/NAME)"),
     ],
 )
-def test_unknown_names_say_what_was_tried(tmp_path, name: str, fix: str):
+def test_unknown_names_say_what_names_a_model(tmp_path, name: str, fix: str):
     with pytest.raises(ModelNotFound) as error:
         resolve(name, cache=tmp_path)
-    assert repr(name) in error.value.message and "built-in names, a directory" in str(error.value.where)
+    assert error.value.where in ("model", f"model={name!r}")
+    assert fix in str(error.value.fix)
+
+
+@pytest.mark.parametrize(("name", "fix"), [("x.bin", "a model is a folder"), ("x.safetensors", "lies in")])
+def test_a_file_that_is_no_model_is_told_apart_from_none(tmp_path, name: str, fix: str):
+    (tmp_path / name).write_bytes(b"garbage")
+    with pytest.raises(ModelNotFound, match="this file is no model") as error:
+        resolve(str(tmp_path / name), cache=tmp_path)
     assert fix in str(error.value.fix)
 
 

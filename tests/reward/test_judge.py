@@ -15,9 +15,9 @@ from made import rollout
 
 from croze.config import RewardOptions, SandboxOptions
 from croze.errors import ConfigError, DeclarationError, TasksError
+from croze.loop.usage import descendants
 from croze.reward.judge import Judge
 from croze.reward.math import math_reward
-from croze.reward.process import _descendants
 from croze.sandbox import cgroup
 
 QUICK = RewardOptions(timeout_s=1.0, concurrency=4)
@@ -371,7 +371,7 @@ def test_sandboxes_end_with_the_judge_their_cgroups_too(whole_tree):
         return [d for home in homes for d in home.glob(f"croze-*-{worker}-*")]
 
     assert len(left()) >= 4 * len(homes)
-    below = _descendants(worker) if whole_tree else []
+    below = descendants(worker) if whole_tree else []
     for pid in (judge.pid, *([worker] if whole_tree else []), *below):
         with contextlib.suppress(ProcessLookupError):  # a child may die of its parent's death first
             os.kill(pid, signal.SIGKILL)

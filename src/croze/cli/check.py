@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from croze.cli.findings import show
 from croze.cli.output import Output
@@ -23,9 +22,6 @@ from croze.config import parse_words
 from croze.errors import ConfigError, CrozeError, UsageError
 from croze.loop.load import load_run
 from croze.run import Run
-
-if TYPE_CHECKING:
-    from croze.plan.checks import Finding
 
 FAILED = 1
 

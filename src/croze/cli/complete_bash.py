@@ -123,7 +123,12 @@ def _case(verb: Verb, words: Words) -> str:
             f"        {'*' if at == last and place.many else at}) {_fill(place, words)} ;;"
             for at, place in enumerate(verb.places)
         ]
-        lines += [f"        _croze_place {quote(' '.join(taking))}", "        case $place in", *cases, "        esac"]
+        lines += [
+            f"        _croze_place {quote(' '.join(taking))}",
+            "        case $place in",
+            *cases,
+            "        esac",
+        ]
     return "\n".join([*lines, "        ;;"])
 
 

@@ -41,11 +41,15 @@ def run(arguments: argparse.Namespace, output: Output) -> None:
     path = _path(arguments.name)
     model = arguments.model
     if not model or printable(model) != model:
-        raise UsageError(f"{model!r} names no model", where="--model", fix="croze init NAME --model tiny-calc")
+        raise UsageError(
+            f"{model!r} names no model", where="--model", fix="croze init NAME --model tiny-calc"
+        )
     _write(path, starters.write(arguments.env, model, path.stem))
     then = [f"croze check {path}", f"croze train {path} steps=2"]
     if output.json:
-        output.record({"event": "init", "file": str(path), "env": arguments.env, "model": model, "next": then})
+        output.record(
+            {"event": "init", "file": str(path), "env": arguments.env, "model": model, "next": then}
+        )
     else:
         output.text("\n  ".join([f"wrote {path}. It runs as it is:", *then]))
 
@@ -62,7 +66,9 @@ def _path(name: str) -> Path:
             fix=f"use letters, digits, - and _: croze init {cleaned or 'calc'}",
         )
     if os.path.lexists(path):
-        raise UsageError(f"{path} is there already", where=str(path), fix="choose another name; it is not changed")
+        raise UsageError(
+            f"{path} is there already", where=str(path), fix="choose another name; it is not changed"
+        )
     if stem in sys.stdlib_module_names or (stem.isidentifier() and _importable(stem)):
         raise UsageError(
             f"a file {stem}.py would hide the Python module {stem}, which it or others import",

@@ -97,8 +97,8 @@ def _kind(annotation: Any) -> str:
 
 def _shown(row: dict[str, Any]) -> str:
     """A key in two parts: itself with its default, and below what it takes and means."""
-    default = "" if row["default"] is None else f" = {_told(row['default'])}"
-    takes = row["type"] + (f", {_spread(*row['range'])}" if row["range"] else "")
+    default = "" if row["default"] is None else f" = {told(row['default'])}"
+    takes = row["type"] + (f", {spread(*row['range'])}" if row["range"] else "")
     lines = textwrap.wrap(
         f"{takes}. {row['doc']}",
         WIDTH,
@@ -109,13 +109,15 @@ def _shown(row: dict[str, Any]) -> str:
     return "\n".join([f"{row['key']}{default}", *lines])
 
 
-def _spread(least: float | None, greatest: float | None) -> str:
+def spread(least: float | None, greatest: float | None) -> str:
+    """A range in words; None for a side without a bound."""
     if greatest is None:
-        return f"at least {_told(least)}"
-    return f"at most {_told(greatest)}" if least is None else f"{_told(least)} to {_told(greatest)}"
+        return f"at least {told(least)}"
+    return f"at most {told(greatest)}" if least is None else f"{told(least)} to {told(greatest)}"
 
 
-def _told(default: Any) -> str:
+def told(default: Any) -> str:
+    """A default as a person would write it."""
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, float):

@@ -139,7 +139,11 @@ def _overview(r: Replayed) -> list[str]:
 
 
 def _show_samples(r: Replayed, output: Output) -> None:
+    cancelled = sorted({s.batch for s in r.samples if s.share is None and s.grad_norm is not None})
     output.text("samples by their share of the gradient (a batch's shares add up to 1)")
+    if cancelled:
+        told = ", ".join(map(str, cancelled))
+        output.text(f"no shares in batch {told}: its samples cancel, and rounding is all that is left")
     several = any(s.batch > 1 for s in r.samples)
     rows = [["rollout", *(["batch"] if several else []), *_COLUMNS, "reply"]]
     for s in r.samples[:LISTED]:

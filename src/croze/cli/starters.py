@@ -94,7 +94,7 @@ run = cz.Run(
 {held_out})
 """
 
-_HELD_OUT = "    loop=cz.LoopOptions(eval_tasks=32),  # held out: measured on them before the first step and after the last\n"
+_HELD_OUT = "    loop=cz.LoopOptions(eval_tasks=32),  # held out, to measure on at the start and at the end\n"
 
 _TASKS = """
 # A task is a row: a dict with a "prompt" and whatever columns the reward asks for. This function is called with a seed
@@ -104,14 +104,14 @@ _TASKS = """
 
 _TINY_PROBLEMS = (
     _TASKS
-    + '''
+    + """
 def problems(seed: int) -> Iterator[dict]:
     rng = random.Random(seed)
     while True:
         a, b, c = rng.randint(2, 30), rng.randint(2, 30), rng.randint(2, 9)
         # tiny-calc comes with croze, and this is the kind of prompt that it knows
         yield {"prompt": f"add {a} and {b}, times {c}=", COLUMN}
-'''.lstrip()
+""".lstrip()
 )
 
 _SHOTS = """
@@ -124,14 +124,14 @@ SHOTS = [
 
 _CHAT_PROBLEMS = (
     _TASKS
-    + '''
+    + """
 def problems(seed: int) -> Iterator[dict]:
     rng = random.Random(seed)
     while True:
         DRAWN
         question = {"role": "user", "content": f"QUESTION"}
         yield {"prompt": [*SHOTS, question], "answer": str(ANSWER)}
-'''.lstrip()
+""".lstrip()
 )
 
 _RANDOM = "import random\nfrom collections.abc import Iterator\n\nimport croze as cz"
@@ -151,11 +151,11 @@ def _chat(drawn: str, question: str, answer: str) -> str:
 _MATH_TINY = Form(
     imports=_RANDOM + "\nfrom croze.reward.expression import evaluate",
     tasks=_TINY_PROBLEMS.replace("COLUMN", '"answer": str((a + b) * c)'),
-    reward='''
+    reward="""
 def correct(reply: str, answer: str) -> float:
     value = evaluate(reply)  # a parser of expressions: the model's text is never run
     return 1.0 if str(value) == answer else 0.1 * (value is not None)
-''',
+""",
     steps=60,
     groups=8,
     lr="3e-4",
@@ -169,11 +169,11 @@ _MATH_CHAT = Form(
         "What is {a} + {b} - {c}?",
         "a + b - c",
     ),
-    reward='''
+    reward="""
 async def correct(reply: str, answer: str) -> dict[str, float]:
     right = math_equal(reply, answer)  # reads LaTeX, fractions, \\boxed{}: see croze.reward.math
     return {"right": float(right), "short": 0.1 * (len(reply.strip()) <= 4)}
-''',
+""",
 )
 
 _GRADED = """
@@ -186,9 +186,9 @@ _GRADED = """
 _CODE_TINY = Form(
     imports=_RANDOM + "\nfrom croze.reward.code import run_tests",
     tasks=_TINY_PROBLEMS.replace("COLUMN", '"tests": f"assert solve() == {(a + b) * c}"'),
-    reward='''
+    reward="""
 async def hidden_tests(reply: str, tests: str, sandbox: cz.Sandbox) -> dict[str, float]:
-    code = f"def solve():\\n    return {reply}\\n"  # so small a model writes only what the function returns'''
+    code = f"def solve():\\n    return {reply}\\n"  # so small a model writes only what the function returns"""
     + _GRADED,
     steps=60,
     groups=8,
@@ -211,10 +211,10 @@ ASK = "Write a Python function {}. Reply with the code only, without explanation
 ROWS = [{"prompt": [{"role": "user", "content": ASK.format(w)}], "tests": t} for w, t in TASKS.items()]
 """,
     tasks="",
-    reward='''
+    reward="""
 async def hidden_tests(reply: str, tests: str, sandbox: cz.Sandbox) -> dict[str, float]:
     block = re.search(r"```(?:python)?\\n(.*?)(?:```|\\Z)", reply, re.DOTALL)
-    code = block.group(1) if block else reply'''
+    code = block.group(1) if block else reply"""
     + _GRADED,
     source="ROWS",
     max_tokens=64,
@@ -222,12 +222,12 @@ async def hidden_tests(reply: str, tests: str, sandbox: cz.Sandbox) -> dict[str,
     held_out=False,
 )
 
-_RUN_REPLY = '''
+_RUN_REPLY = """
 async def correct(reply: str, answer: str, sandbox: cz.Sandbox) -> float:
     # a sandbox has no network and none of your files; its time and memory are limited (croze keys sandbox)
     result = await sandbox.exec_python(f"print({reply})")
     return 1.0 if result.text.strip() == answer else 0.1 * (result.exit_code == 0)
-'''
+"""
 
 _TOOL_TINY = Form(
     imports=_RANDOM,

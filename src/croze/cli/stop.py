@@ -235,6 +235,7 @@ def _tell(folder: Path, by: Holder | None, sent: list[str], took_s: float, outpu
         output.record(told)
         return
     lead = "stopped" if by else "it was not running"
-    output.text(f"{lead}: {told['state']}, step {told['step']} of {told['steps']}")
+    saved = f", saved at step {told['checkpoint']}" if told["resume"] and told["checkpoint"] else ""
+    output.text(f"{lead}: {told['state']}, step {told['step']} of {told['steps']}{saved}")
     if told["resume"]:
         output.text(f"  {told['resume']}")

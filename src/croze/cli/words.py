@@ -31,12 +31,14 @@ _CHOICES = {"MODEL": tuple(BUILTINS)}
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A positional argument, or what an option takes. ``many``: any number of them."""
+    """A positional argument, or what an option takes. ``many``: any number of them; ``closed``: nothing else than
+    ``choices`` will do."""
 
     name: str
     kind: Kind
     help: str = ""
     choices: tuple[str, ...] = ()
+    closed: bool = False
     many: bool = False
     needed: bool = True
 
@@ -108,6 +110,7 @@ def _place(action: argparse.Action) -> Place:
         kind="choice" if choices else _KINDS.get(name, "none"),
         help=_help(action),
         choices=choices,
+        closed=action.choices is not None,
         many=action.nargs in ("*", "+"),
         needed=action.nargs not in ("*", "?"),
     )

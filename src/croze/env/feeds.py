@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from croze.env.row import kind
 from croze.env.rows import Rows
-from croze.errors import TasksError
+from croze.errors import TasksError, told
 
 Purpose = Literal["train", "holdout"]
 
@@ -89,22 +90,27 @@ class CallFeed:
 
     def __init__(self, function: Callable[[int], Iterable[Any]]) -> None:
         self.name = f"{getattr(function, '__name__', type(function).__name__)}()"
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        self._file = code.co_filename if code else ""
+        self._where = f"{self.name} ({self._file}:{code.co_firstlineno})" if code else self.name
         self._function = function
 
     def first(self) -> Any:
         for _, row in self.epoch(0, "train", 0):
             return row
-        raise TasksError("it yields no rows", where=self.name, fix="yield at least one dict with a prompt")
+        raise TasksError("it yields no rows", where=self._where, fix="yield at least one dict with a prompt")
 
     def epoch(self, seed: int, purpose: Purpose, epoch: int, start: int = 0) -> Iterator[tuple[int, Any]]:
-        rows = self._call(derive_seed(seed, purpose, epoch))
+        given = derive_seed(seed, purpose, epoch)
+        rows = self._call(given)
         for number in itertools.count():
             try:
                 row = next(rows)
             except StopIteration:
                 return
-            except Exception as error:  # the user's code: shown as theirs, with its place
-                raise _user_error(f"{self.name} failed at row {number}", error) from error
+            except (Exception, SystemExit) as error:  # the user's code: shown as theirs, with its place
+                fix = f"to see it again: list(itertools.islice({self.name[:-1]}{given}), {number + 1}))"
+                raise self._error(f"{self.name} failed at row {number}", error, fix) from error
             if number >= start:
                 yield number, row
 
@@ -115,22 +121,22 @@ class CallFeed:
         return itertools.islice(self.epoch(0, "train", 0), self.sampled)
 
     def place(self, number: int) -> str:
-        return f"{self.name}, row {number}"
+        return f"{self._where}, row {number}"
 
     def _call(self, seed: int) -> Iterator[Any]:
+        fix = f"write `def {self.name[:-2]}(seed): yield {{...}}`"
         try:
             rows = self._function(seed)
-        except Exception as error:  # the user's code, or a signature without a seed
-            raise _user_error(f"{self.name} cannot be called with a seed", error) from error
+        except (Exception, SystemExit) as error:  # the user's code, or a signature without a seed
+            raise self._error(f"{self.name} cannot be called with a seed", error, fix) from error
+        if inspect.iscoroutine(rows):
+            rows.close()
         if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-            raise TasksError(
-                f"it returned {kind(rows)}, not rows",
-                where=self.name,
-                fix="write `def problems(seed): yield {...}`",
-            )
+            raise TasksError(f"it returned {kind(rows)}, not rows", where=self._where, fix=fix)
         return iter(rows)
 
-
-def _user_error(what: str, error: Exception) -> TasksError:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return TasksError(f"{what}: {type(error).__name__}: {error}", where=f"{frame.filename}:{frame.lineno}")
+    def _error(self, what: str, error: BaseException, fix: str) -> TasksError:
+        """What user code raised, at the last line of its own file that it passed through."""
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == self._file]
+        where = f"{self._file}:{lines[-1]}" if lines else self._where
+        return TasksError(f"{what}: {told(error)}", where=where, fix=fix)

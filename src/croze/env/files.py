@@ -90,7 +90,10 @@ def unreadable(path: Path, error: OSError | ValueError) -> TasksError:
     what = f"the file cannot be read: {error.strerror or error}"
     fix = None
     if error.errno == errno.ENOENT:
-        what, fix = "there is no such file", suggest(path.name, _neighbours(path))
+        what = "there is no such file"
+        fix = (
+            suggest(path.name, _neighbours(path)) or "check the path; a relative one starts where croze does"
+        )
     elif error.errno == errno.EACCES:
         fix = "let the user of the run read it (chmod, or a copy)"
     elif error.errno == errno.ELOOP:

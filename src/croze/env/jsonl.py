@@ -48,10 +48,10 @@ class JsonlRows:
                 f"row {index} is not JSON: {error}", where=self.place(index), fix=self._how_to_convert()
             ) from None
 
-    def _how_to_convert(self) -> str | None:
-        """What to do with one JSON document spread over lines, if the file begins as such a one does."""
+    def _how_to_convert(self) -> str:
+        """What to do about a line that is no row: the file may be one JSON document spread over lines."""
         words = {b"[": "jq -c '.[]'", b"{": "jq -c ."}.get(self._line(0)[1].strip())
-        return words and f"write one object a line: {words} OLD > NEW"
+        return f"write one object a line: {words} OLD > NEW" if words else "write one JSON object a line"
 
     def order(self, key: bytes) -> Order:
         return Shuffle(len(self), key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import string
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -36,10 +37,12 @@ def to_task(name: str, row: Any, template: str | None) -> Task:
     elif "prompt" in row:
         prompt = row["prompt"]
     else:
-        near = suggest("prompt", row)
+        near = difflib.get_close_matches("prompt", row, n=1)
         raise BadRow(
             f"has no prompt; its columns are {', '.join(row) or 'none'}",
-            near or 'add "prompt", or build it: cz.tasks(..., prompt="{question}")',
+            f"call the column {near[0]!r} 'prompt'"
+            if near
+            else 'add "prompt", or build it: cz.tasks(..., prompt="{question}")',
         )
     _check_prompt(prompt)
     task = Task(id=name, prompt=prompt, columns={k: v for k, v in row.items() if k != "prompt"})
@@ -58,14 +61,17 @@ def _check_prompt(prompt: Any) -> None:
     if not isinstance(prompt, str | list):
         raise BadRow(f"has a prompt that is {kind(prompt)}", "a prompt is text or a list of chat messages")
     if not prompt:
-        raise BadRow("has an empty prompt")
+        raise BadRow("has an empty prompt", "write one, or leave the row out")
     if isinstance(prompt, list):
         for at, message in enumerate(prompt):
             _check_message(at, message)
     try:
         _encoder.encode(prompt)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRow(f"has a prompt that is not plain data: {error}") from None
+        raise BadRow(
+            f"has a prompt that is not plain data: {error}",
+            "use text that UTF-8 can hold, numbers, lists and dicts",
+        ) from None
 
 
 def _check_message(at: int, message: Any) -> None:
@@ -104,12 +110,14 @@ def _fill(template: str, row: Mapping[str, Any]) -> str:
         if name not in row:
             raise BadRow(
                 f"has no column {name!r}, which prompt= names; its columns are {', '.join(row) or 'none'}",
-                suggest(name, row),
+                suggest(name, row) or "name a column that every row has",
             )
     try:
         return template.format_map(row)
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise BadRow(f"does not fit prompt={template!r}: {error}") from None
+        raise BadRow(
+            f"does not fit prompt={template!r}: {error}", "see what the columns that it names hold"
+        ) from None
 
 
 def content(task: Task) -> bytes:

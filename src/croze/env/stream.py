@@ -39,6 +39,11 @@ def make_task(feed: Feed, template: str | None, name: str, number: int, row: Any
         raise TasksError(f"row {number} {bad}", where=feed.place(number), fix=bad.fix) from None
 
 
+def place_of(feed: Feed, task: Task) -> str:
+    """Where the row of a task that was made from ``feed`` lies."""
+    return feed.place(int(task.id.rpartition(".")[2]))
+
+
 class TaskStream:
     """Tasks without end. ``cursor`` is where a stream of the same seed goes on after the last one given.
 
@@ -64,6 +69,10 @@ class TaskStream:
     @property
     def cursor(self) -> Cursor:
         return self._cursor
+
+    def place(self, task: Task) -> str:
+        """Where the row of a task that it gave lies: "FILE:LINE", "row N", ..."""
+        return place_of(self._feed, task)
 
     def _run(self, start: Cursor) -> Iterator[Task]:
         for epoch in itertools.count(start.epoch):

@@ -17,7 +17,7 @@ from croze.env.jsonl import JsonlRows
 from croze.env.parquet import ParquetRows
 from croze.env.row import content, digest, kind, template_columns
 from croze.env.rows import HubRows, ListRows
-from croze.env.stream import MAX_REPEATS, Cursor, TaskStream, make_task
+from croze.env.stream import MAX_REPEATS, Cursor, TaskStream, make_task, place_of
 from croze.errors import TasksError
 from croze.types import Task
 
@@ -48,7 +48,7 @@ class TaskSource:
 
     def place(self, task: Task) -> str:
         """Where the row of a task that ``stream`` or ``holdout`` gave lies: "FILE:LINE", "row N", ..."""
-        return self._feed.place(int(task.id.rpartition(".")[2]))
+        return place_of(self._feed, task)
 
     def stream(self, seed: int, *, without: Iterable[Task] = (), start: Cursor | None = None) -> TaskStream:
         """Tasks without end, in an order given by ``seed``; from ``start``, what would have come after it.

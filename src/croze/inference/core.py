@@ -113,7 +113,10 @@ class EngineCore:
         )
         if not all(map(math.isfinite, logprobs)):
             raise EngineFault(
-                f"the model's logits are not finite under weights {self.weights_id[:12]}", where="engine"
+                f"the model's logits are not finite under weights {self.weights_id[:12]}",
+                where="engine",
+                fix="training has spoilt the weights, or engine.dtype cannot hold what they make: lower optim.lr"
+                " or optim.clip, and resume from before it, or set engine.dtype=float32",
             )
         self.generated_tokens += len(takers)
         for s, token, logprob in zip(takers, ids, logprobs, strict=True):

@@ -71,7 +71,8 @@ class TorchEngine:
             try:
                 chunks = await self._thread.run(self._core.step)
             except Exception as error:  # supervision boundary: the engine's waiters must not hang
-                log.exception("the engine's step failed")
+                if not isinstance(error, CrozeError):  # that one says all there is to say
+                    log.exception("the engine's step failed")
                 await self._thread.run(self._core.reset)
                 self._fail(error)
                 return

@@ -156,11 +156,14 @@ def build_generator(run: Run, model: Model, engine: Engine, clock: Clock, *, hel
     )
 
 
+def eval_source(run: Run) -> TaskSource:
+    """Where held-out tasks come from."""
+    return as_tasks(run.tasks if run.eval_tasks is None else run.eval_tasks)
+
+
 def held_out(run: Run, count: int) -> tuple[TaskSource, list[Task]]:
     """The training source and ``count`` tasks that it will not give."""
     source = as_tasks(run.tasks)
     if count == 0:
         return source, []
-    if run.eval_tasks is not None:
-        return source, as_tasks(run.eval_tasks).holdout(count, EVAL_SEED)
-    return source, source.holdout(count, EVAL_SEED)
+    return source, eval_source(run).holdout(count, EVAL_SEED)

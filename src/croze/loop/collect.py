@@ -15,6 +15,7 @@ from croze.env.tasks import TaskStream
 from croze.errors import InvariantViolated
 from croze.loop.decisions import Action, Cancelled, Decisions, Dispatch, Ended, Key, Settled, StepDone
 from croze.loop.ledger import Dispatched, Finished, Ledger
+from croze.loop.look import Look
 from croze.reward.judge import Watch
 from croze.rollout.groups import Attempt, Generator
 from croze.trace.metrics import JsonLines
@@ -28,6 +29,11 @@ class Judges(Protocol):
     @property
     def batched(self) -> bool:
         """Whether siblings are judged in one call."""
+        ...
+
+    @property
+    def where(self) -> str:
+        """Which reward judges, and where it is defined."""
         ...
 
     async def judge(self, rollouts: Sequence[Rollout], *, watch: Watch | None = None) -> list[Outcome]: ...
@@ -63,14 +69,16 @@ class Collector:
         tasks: TaskStream,
         generator: Generator,
         judge: Judges,
+        look: Look,
         recorder: Recorder,
         faults: JsonLines,
         clock: Clock,
     ) -> None:
         self.decisions, self.ledger, self.tasks = decisions, ledger, tasks
-        self.generator, self.judge, self.recorder = generator, judge, recorder
+        self.generator, self.judge, self.look, self.recorder = generator, judge, look, recorder
         self.faults, self.clock = faults, clock
         self._task_of: dict[int, Task] = {}
+        self._prompt_of: dict[int, list[int]] = {}
 
     async def step(self, enabler: Span | None) -> Collected:
         """Run the next step's rollouts to their outcomes. ``enabler``: the span whose end lets them start."""
@@ -86,12 +94,14 @@ class Collector:
         return collecting.collected()
 
     def open(self) -> list[list[Dispatch]]:
-        """The next step's first attempts, by group, each group with its task."""
+        """The next step's first attempts, by group, each group with its task. Raises TasksError for one that no
+        rollout could come of, before any of the step is begun."""
         groups: dict[int, list[Dispatch]] = {}
         for dispatch in self.decisions.open():
             groups.setdefault(dispatch.key.group, []).append(dispatch)
         for group in groups:
-            self._task_of[group] = next(self.tasks)
+            self._task_of[group] = task = next(self.tasks)
+            self._prompt_of[group] = self.look.at(task, self.tasks.place)
         self.dispatched([d for dispatches in groups.values() for d in dispatches])
         return list(groups.values())
 
@@ -103,9 +113,13 @@ class Collector:
     def task(self, group: int) -> Task:
         return self._task_of[group]
 
+    def prompt(self, group: int) -> list[int]:
+        return self._prompt_of[group]
+
     def forget(self, groups: Sequence[int]) -> None:
         for group in groups:
             self._task_of.pop(group, None)
+            self._prompt_of.pop(group, None)
 
 
 class _Collecting:
@@ -146,7 +160,8 @@ class _Collecting:
         self, dispatches: Sequence[Dispatch], enabler: Span | None, enabler_type: EnablerType
     ) -> None:
         """Generate siblings; judge each as it ends, or all at once where the reward wants them together."""
-        task, step = self.c.task(dispatches[0].key.group), dispatches[0].step
+        group, step = dispatches[0].key.group, dispatches[0].step
+        task, prompt = self.c.task(group), self.c.prompt(group)
         keys = {d.key.rollout_id: d.key for d in dispatches}
         decoding = {
             name: self.c.recorder.begin(
@@ -163,7 +178,7 @@ class _Collecting:
         decode: Span | None = None
         try:
             async with aclosing(
-                self.c.generator.run(task, [_attempt(k) for k in keys.values()], step)
+                self.c.generator.run(task, [_attempt(k) for k in keys.values()], step, prompt)
             ) as rollouts:
                 async for rollout in rollouts:
                     self.generated_at = self.c.clock.now()

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from croze.clock import Clock
-from croze.errors import Interrupted, InvariantViolated, RewardFault
+from croze.errors import Interrupted, InvariantViolated, RewardFault, TasksError
 from croze.inference.protocol import Engine
 from croze.loop.collect import Collected, Collector, cancel
 from croze.loop.decisions import Committed, Final, Settled
@@ -20,6 +20,7 @@ from croze.loop.figures import Learned, Timing, step_event, valid_scores
 from croze.loop.learning import Learning
 from croze.loop.ledger import Ledger, StepCommit
 from croze.loop.saving import Cut, Saver
+from croze.loop.signals import Signals
 from croze.loop.stop import Stop, Stopped
 from croze.loop.usage import cpu_seconds, peak_mib
 from croze.models.device import ComputeThread
@@ -66,6 +67,7 @@ class Controller:
         self.ledger, self.recorder, self.metrics = ledger, recorder, metrics
         self.saver, self.stop = saver, stop
         self.clock, self.on_event = clock, on_event
+        self.signals = Signals(run)
         self._cut = cut
         self._empty = 0
 
@@ -101,9 +103,20 @@ class Controller:
                 where=self.run.dir,
                 fix=f"croze resume {self.run.dir}",
             ) from None
+        except TasksError as error:
+            cancel(self.collector, "the run ended: a task is wrong")
+            await self.saver.keep(self._cut)
+            raise self.resumable(error) from error
         except BaseException as error:
             cancel(self.collector, f"the run ended: {type(error).__name__}")
             raise
+
+    def resumable(self, error: TasksError) -> TasksError:
+        """The error, with how to go on where something is trained."""
+        if self._cut is None:
+            return error
+        fix = f"{error.fix or 'mend it'}; then: croze resume {self.run.dir} --changed"
+        return TasksError(error.message, where=error.where, fix=fix)
 
     def cut(self, step: int, weights_id: WeightsId, *, evaluated: bool) -> Cut:
         """What belongs to a committed step beside the trainer's state: the place in the tasks, the files' ends, and
@@ -145,7 +158,8 @@ class Controller:
         event = step_event(collected, learned, weights_id, timing)
         self.metrics.write(event)
         self._cut = self.cut(step, weights_id, evaluated=not self._evaluates_after(step))
-        self.on_event(event)
+        for told in (event, *self.signals.after(collected, learned)):
+            self.on_event(told)
         return weights_id, saved
 
     async def publish(self, step: int, enabler: Span | None) -> tuple[WeightsId, Span]:
@@ -176,8 +190,9 @@ class Controller:
             raise RewardFault(
                 f"all {len(collected.rollouts)} rollouts of step {collected.step} met a fault, "
                 f"{times} of them: {message}",
-                where="reward",
-                fix=f"see {self.run.dir}/faults.jsonl",
+                where=self.collector.judge.where,
+                fix=f"`croze check {self.run.file or 'FILE'}` tries the reward on replies of its own; all faults are"
+                f" in {self.run.dir}/faults.jsonl",
             )
 
     async def learn(self, collected: Collected) -> tuple[Learned, Span]:

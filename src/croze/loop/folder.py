@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,9 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 class RunFolder:
     """A claimed run folder; ``close`` gives it back, as the process's end does."""
 
-    def __init__(self, path: Path, lock: int) -> None:
-        self.path, self._lock = path, lock
+    def __init__(self, path: Path, lock: int, *, made: Sequence[Path] = ()) -> None:
+        """``made``: the folder and those above it, inmost first, as far as this process made them."""
+        self.path, self._lock, self._made = path, lock, made
 
     @classmethod
     def create(cls, run: Run) -> tuple[RunFolder, Run]:
@@ -55,11 +56,13 @@ class RunFolder:
         path = Path(run.dir) if run.dir else Path("runs") / f"{run.name}-{secrets.token_hex(3)}"
         run = dataclasses.replace(run, dir=str(path))
         try:
+            made = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
-            folder = cls(path, _claim(path))
-        except OSError as error:
+            folder = cls(path, _claim(path), made=made)
+        except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+            why = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"the run folder {path} cannot be made: {error.strerror}",
+                f"the run folder {str(path)!r} cannot be made: {why}",
                 where="run.dir",
                 fix="choose a folder that can be written",
             ) from None
@@ -116,8 +119,9 @@ class RunFolder:
         shutil.rmtree(self.path / "trace", ignore_errors=True)
         for name in BEFORE_THE_FIRST_STEP:
             (self.path / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what else lies in it is not ours
-            self.path.rmdir()
+        with contextlib.suppress(OSError):  # what else lies in them is not ours
+            for folder in self._made or (self.path,):
+                folder.rmdir()
 
     def close(self) -> None:
         if self._lock >= 0:

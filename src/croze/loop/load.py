@@ -16,11 +16,15 @@ import msgspec
 
 from croze import config
 from croze.config import suggest
-from croze.errors import ConfigError, CrozeError, DeclarationError, UsageError
+from croze.errors import ConfigError, CrozeError, DeclarationError, Interrupted, UsageError, told
 from croze.loop.checkpoints import Checkpoints
 from croze.loop.folder import read_config
 from croze.run import TOP_KEYS, Run
 
+_IMPORTED = "a task file is imported, not run as a program"
+_CALL = re.compile(
+    r"(?P<name>\w+)\.__init__\(\) (?:got an unexpected keyword argument '(?P<word>\w+)'|missing|takes)"
+)
 DEFAULT_NAME = next(field.default for field in dataclasses.fields(Run) if field.name == "name")
 
 
@@ -34,15 +38,13 @@ def load_run(path: str | Path) -> Run:
     module = _execute(file)
     found = {id(value): (name, value) for name, value in vars(module).items() if isinstance(value, Run)}
     if not found:
-        raise DeclarationError(
-            "the file declares no Run",
-            where=str(file),
-            fix="add run = cz.Run(model=..., tasks=..., reward=...)",
-        )
+        raise DeclarationError("the file declares no Run", where=str(file), fix=_how_to_declare(file, module))
     if len(found) > 1:
         names = ", ".join(name for name, _ in found.values())
         raise DeclarationError(
-            f"the file declares several Runs: {names}", where=str(file), fix="keep one of them"
+            f"the file declares several Runs: {names}",
+            where=str(file),
+            fix="keep one of them, and give the others files of their own",
         )
     ((_, run),) = found.values()
     return dataclasses.replace(run, name=file.stem if run.name == DEFAULT_NAME else run.name, file=str(file))
@@ -127,7 +129,11 @@ def _task_file(path: Path) -> Path:
     if path.is_file() and path.suffix == ".py":
         return path.absolute()
     if path.is_dir():
-        raise DeclarationError("this is a folder, not a task file", where=str(path))
+        raise DeclarationError(
+            "this is a folder, not a task file",
+            where=str(path),
+            fix="give the .py file that declares the run",
+        )
     if path.is_file():
         raise DeclarationError("a task file is Python", where=str(path), fix="rename it to .py")
     near = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -143,11 +149,20 @@ def _execute(file: Path) -> ModuleType:
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
+    words, sys.argv = sys.argv, [str(file)]  # as in the reward's process, which imports the file too
     try:
         exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    except KeyboardInterrupt as error:
+        raise Interrupted(
+            "stopped while the task file was running", where=_place(file, error), fix=_IMPORTED
+        ) from None
+    except OSError as error:
+        if error.filename != str(file):
+            raise _failed(file, error, module) from error
+        raise DeclarationError(f"the file cannot be read: {error.strerror}", where=str(file)) from None
     except SyntaxError as error:
         if error.filename != str(file):
-            raise _failed(file, error) from error
+            raise _failed(file, error, module) from error
         where = f"{file}:{error.lineno}" if error.lineno else str(file)
         raise DeclarationError(
             f"{type(error).__name__}: {error.msg}", where=where, fix=_caret(error)
@@ -155,16 +170,55 @@ def _execute(file: Path) -> ModuleType:
     except CrozeError as error:
         where = f"{_place(file, error)} ({error.where})" if error.where else _place(file, error)
         raise type(error)(error.message, where=where, fix=error.fix) from error
-    except (Exception, SystemExit) as error:  # the user's code: whatever it raises is shown as theirs
-        raise _failed(file, error) from error
+    except BaseException as error:  # the user's code: whatever it raises is shown as theirs
+        raise _failed(file, error, module) from error
+    finally:
+        sys.argv = words
     return module
 
 
-def _failed(file: Path, error: BaseException) -> DeclarationError:
-    fix = None
+def _failed(file: Path, error: BaseException, module: ModuleType) -> DeclarationError:
+    return DeclarationError(told(error), where=_place(file, error), fix=_hint(file, error, module))
+
+
+def _hint(file: Path, error: BaseException, module: ModuleType) -> str:
+    """The next step after an error of the file's own code."""
     if isinstance(error, ModuleNotFoundError) and error.name:
-        fix = f"install what provides {error.name!r}, or put {error.name}.py beside the task file"
-    return DeclarationError(f"{type(error).__name__}: {error}", where=_place(file, error), fix=fix)
+        return f"install what provides {error.name!r}, or put {error.name}.py beside the task file"
+    if isinstance(error, SystemExit) or "sys.argv" in _line(file, error):
+        return f"{_IMPORTED}, and gets no words of the command line"
+    near = None
+    if isinstance(error, NameError) and error.name:
+        near = suggest(error.name, vars(module))
+    elif isinstance(error, AttributeError) and error.name and isinstance(error.obj, ModuleType):
+        near = suggest(error.name, dir(error.obj))
+    elif isinstance(error, TypeError) and (call := _CALL.match(str(error))):
+        near = _how_to_call(**call.groupdict())
+    return near or f"`python {file}` shows all of it"
+
+
+def _how_to_call(name: str, word: str | None) -> str | None:
+    """What to write where Run, or an options class, was not given what it takes."""
+    options = {cls.__name__: cls for cls in (Run, *config.SECTIONS.values())}
+    if name not in options:
+        return None
+    if word is not None:
+        fields = [field.name for field in dataclasses.fields(options[name])]
+        return suggest(word, fields) or f"cz.{name} takes {', '.join(fields)}"
+    return "name every argument: cz.Run(model=..., tasks=..., reward=...)" if name == "Run" else None
+
+
+def _how_to_declare(file: Path, module: ModuleType) -> str:
+    """Why a file that ran has no Run at its top level, if that can be seen."""
+    if re.search(r"__name__\s*==\s*[\"']__main__[\"']", file.read_text("utf-8", "replace")):
+        return f'move the Run out of `if __name__ == "__main__":`: {_IMPORTED}'
+    for name, value in vars(module).items():
+        inside = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        )
+        if any(isinstance(entry, Run) for entry in inside) and not name.startswith("__"):
+            return f"there is one inside {name}: give it a name of its own, run = {name}[...]"
+    return "add run = cz.Run(model=..., tasks=..., reward=...), at the top level and not in a function"
 
 
 def _place(file: Path, error: BaseException) -> str:
@@ -173,5 +227,11 @@ def _place(file: Path, error: BaseException) -> str:
     return f"{file}:{lines[-1]}" if lines else str(file)
 
 
-def _caret(error: SyntaxError) -> str | None:
-    return f"look at: {error.text.strip()}" if error.text else None
+def _line(file: Path, error: BaseException) -> str:
+    """The text of the line at ``_place``."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return (frames[-1].line or "") if frames else ""
+
+
+def _caret(error: SyntaxError) -> str:
+    return f"look at: {error.text.strip()}" if error.text else "a task file is Python, saved as UTF-8 text"

@@ -63,11 +63,16 @@ def recover(
     return Recovered(checkpoint=found, broken=tuple(broken), resumed=resumed)
 
 
-def check_unchanged(folder: RunFolder, run: Run, *, file_may_differ: bool) -> None:
-    """Refuse to go on with another task file, or other tasks, than the run was started with. Raises UsageError."""
+def check_unchanged(folder: RunFolder, run: Run, *, may_differ: bool) -> None:
+    """Refuse to go on with another task file, or other tasks, than the run was started with. Raises UsageError.
+
+    Where they ``may_differ``, the stream of tasks still refuses when the task before its cursor is another one.
+    """
+    if may_differ:
+        return
     config = folder.config
     then = config.get("file_digest", "")
-    if then and then != file_digest(run.file) and not file_may_differ:
+    if then and then != file_digest(run.file):
         raise UsageError(
             "the task file has changed since the run was started",
             where=run.file,
@@ -78,5 +83,5 @@ def check_unchanged(folder: RunFolder, run: Run, *, file_may_differ: bool) -> No
         raise UsageError(
             "the tasks have changed since the run was started",
             where=source.name,
-            fix="put back what they were: a run cannot go on at its place in other data",
+            fix="put back what they were, or, if the rows so far are what they were: croze resume --changed",
         )

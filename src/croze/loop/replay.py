@@ -72,8 +72,8 @@ class SampleShare(msgspec.Struct, frozen=True, kw_only=True):
     """A sample's part in the gradient g of its optimizer ``batch`` (from 1).
 
     ``share`` g_i . g / |g|^2, of which those of a batch add up to 1; ``cosine`` between g_i and g; ``grad_norm``
-    |g_i|. None where it was not measured. ``loss``: its tokens' part of the loss; ``max_gap``: its largest |trainer's
-    - sampler's| log-prob, nats.
+    |g_i|. None where it was not measured; the first two also where samples cancel and g is nothing. ``loss``: its
+    tokens' part of the loss; ``max_gap``: its largest |trainer's - sampler's| log-prob, nats.
     """
 
     rollout_id: str

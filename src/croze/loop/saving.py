@@ -57,9 +57,11 @@ class Saver:
 
     async def begin(self, cut: Cut) -> None:
         """Start writing the state as it is now. What it holds still is let go as soon as its bytes are written."""
+        asked = self._clock.now()
         await self.finish()
         snapshot, exported = self._trainer.snapshot(), list(self._trainer.export())
-        self._job = asyncio.create_task(self._save(cut, snapshot, exported), name="save")
+        blocked_s = self._clock.now() - asked
+        self._job = asyncio.create_task(self._save(cut, snapshot, exported, blocked_s), name="save")
 
     async def finish(self) -> None:
         """Wait for the save under way, if there is one."""
@@ -85,9 +87,10 @@ class Saver:
         saved = self._saved
         return saved is not None and (saved.step, saved.state) == (cut.step, cut.state)
 
-    async def _save(self, cut: Cut, snapshot: Snapshot, exported: list[Named]) -> None:
+    async def _save(self, cut: Cut, snapshot: Snapshot, exported: list[Named], blocked_s: float) -> None:
+        """``blocked_s``: how long the loop stood still for it, before it was begun."""
         began = self._clock.now()
-        told: dict[str, Any] = {"event": "save", "step": cut.step}
+        told: dict[str, Any] = {"event": "save", "step": cut.step, "blocked_s": blocked_s}
         try:
             with snapshot:
                 self._saved = await asyncio.to_thread(self._write, cut, snapshot, exported)

@@ -10,12 +10,15 @@ import msgspec
 import numpy as np
 import torch
 
+from croze.errors import InvariantViolated
 from croze.train.algorithms import PolicyGradient
 from croze.train.protocol import LossInputs, ShowsGradients, Trainer, TrainStats
 from croze.types import Batch, Group, Sample
 
 ELEMENTS = 1 << 22
 """Elements of a gradient multiplied in float64 at a time."""
+CANCELLED = 1e-4
+"""A batch's gradient that is a smaller part than this of its samples' norms together is what rounding left of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +46,7 @@ class Share:
     """A sample's part in the gradient g of its optimizer batch (``batch`` from 1).
 
     ``share`` is g_i . g / |g|^2: gradients add, so the shares of a batch do, to 1. ``cosine`` is between g_i and g,
-    ``norm`` is |g_i|. None where it was not measured, or g is 0.
+    ``norm`` is |g_i|. None where it was not measured; the first two also where samples cancel and g is nothing.
     """
 
     sample: Sample
@@ -91,9 +94,10 @@ class Watched:
         seen, self._seen = self._seen, []
         arrays = [array for inputs in seen for array in self._by_sequence(inputs)]
         wheres = [np.flatnonzero(s.mask_S) for s in samples]
-        assert [len(a[0]) for a in arrays] == [len(w) for w in wheres], (
-            "a loss saw other tokens than the batch has"
-        )
+        if [len(a[0]) for a in arrays] != [len(w) for w in wheres]:
+            raise InvariantViolated(
+                "the losses were not computed over the batch's samples in their order", where="optim.trainer"
+            )
         return [
             TokenFigures(
                 positions_n=where,
@@ -159,15 +163,18 @@ class Looking:
         )
         chosen = sum(s.rollout_id == self.chosen for s in batch.samples)
         whole, found = self.trainer.accumulated(), {}
-        square = dot(whole, whole)
         self.watched.watching = False
         for at in ranked[: max(self.most, chosen)]:
             alone = self.trainer.gradient(msgspec.structs.replace(batch, samples=(batch.samples[at],)))
-            along, norm = dot(alone, whole), math.sqrt(dot(alone, alone))
-            cosine = along / (norm * math.sqrt(square)) if norm and square else None
-            found[at] = (along / square if square else None, cosine, norm)
+            found[at] = dot(alone, whole), math.sqrt(dot(alone, alone))
         self.watched.watching = True
-        return found
+        size = math.sqrt(dot(whole, whole))
+        if size <= CANCELLED * math.fsum(norm for _, norm in found.values()):
+            return {at: (None, None, norm) for at, (_, norm) in found.items()}
+        return {
+            at: (along / size / size, along / (norm * size) if norm else None, norm)
+            for at, (along, norm) in found.items()
+        }
 
 
 def dot(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:

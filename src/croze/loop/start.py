@@ -45,7 +45,6 @@ def train(run: Run, *, on_event: OnEvent | None = None) -> Result:
     folder, run = RunFolder.create(run)
     with folder:
         try:
-            declaration.check(run)
             return _training(run, folder, on_event or _silent, resumed=False).run_to_end()
         except UsageError:
             folder.discard()
@@ -58,8 +57,8 @@ def resume(
     """Go on with the run in folder ``path`` as if it had never stopped; a finished one is only told.
 
     ``run``: the declaration of a run that was made in Python; others are read from their task file, which must
-    be what it was unless ``changed``. Raises as ``train`` does, UsageError also where the folder holds no run,
-    or another process holds it.
+    be what it was, as its tasks must, unless ``changed``. Raises as ``train`` does, UsageError also where the
+    folder holds no run, or another process holds it.
     """
     listen, path = on_event or _silent, Path(path)
     with RunFolder.open(path) as folder:
@@ -68,14 +67,14 @@ def resume(
         if finished is not None:
             listen({"event": "done", "run_dir": run.dir, "weights_id": finished.weights_id})
             return finished
-        check_unchanged(folder, run, file_may_differ=changed)
-        declaration.check(run)
+        check_unchanged(folder, run, may_differ=changed)
         return _training(run, folder, listen, resumed=True).run_to_end()
 
 
 def _training(run: Run, folder: RunFolder, listen: OnEvent, *, resumed: bool) -> Training:
-    """What computes takes seconds to import; an interrupt meanwhile loses nothing."""
+    """Check the declaration, and only then import what computes: seconds, in which an interrupt loses nothing."""
     try:
+        declaration.check(run)
         from croze.loop.training import Training
 
         return Training(run, folder, listen, resumed=resumed)

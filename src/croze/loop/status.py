@@ -159,13 +159,13 @@ def last_step(path: Path) -> _Line | None:
     except OSError:
         return None
     try:
-        size = os.fstat(handle).st_size if stat.S_ISREG(os.fstat(handle).st_mode) else 0
-        for length in _TAILS:
-            start = max(0, size - length)
-            lines = os.pread(handle, size - start, start).split(b"\n")[:-1]
+        found = os.fstat(handle)
+        for length in _TAILS if stat.S_ISREG(found.st_mode) else ():
+            start = max(0, found.st_size - length)
+            lines = os.pread(handle, found.st_size - start, start).split(b"\n")[:-1]
             for line in reversed(lines if start == 0 else lines[1:]):
-                if b'"step"' in line and (found := _decoded(line)) is not None:
-                    return found
+                if b'"step"' in line and (step := _decoded(line)) is not None:
+                    return step
             if start == 0:
                 break
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from croze.loop.evaluation import Evaluation
 from croze.loop.folder import RunFolder
 from croze.loop.interrupt import run_stoppable, while_heard
 from croze.loop.ledger import Ledger, SqliteLedger
+from croze.loop.look import Look
 from croze.loop.recovery import Recovered, recover
 from croze.loop.saving import Saver
 from croze.loop.start import Result, result
@@ -71,6 +73,8 @@ class Training:
             )
             model = await asyncio.to_thread(build.build_model, self.run)
             parts.callback(model.thread.close)
+            look = Look(model.tokenizer, model.arch.context, judge.spec)
+            self._look_ahead(look)
             self._note_beginnings(model, tell)
             weights = build.empty_weights(self.run, model)
             trainer = await asyncio.to_thread(build.build_trainer, self.run, model, self.algorithm, weights)
@@ -88,7 +92,7 @@ class Training:
                 engine=engine,
                 trainer=trainer,
                 algorithm=self.algorithm,
-                collector=self._collector(model, engine, judge, ledger, recorder, faults, found),
+                collector=self._collector(model, engine, judge, look, ledger, recorder, faults, found),
                 evaluation=self._evaluation(model, engine, judge),
                 identity=Identity(trainer.frozen(), build.weights_recipe(self.run)),
                 thread=model.thread,
@@ -108,6 +112,15 @@ class Training:
     @property
     def path(self) -> Path:
         return self.folder.path
+
+    def _look_ahead(self, look: Look) -> None:
+        """At the held-out tasks, and at the first step's of a run that begins: a wrong one is told at once."""
+        for task in self.held_out:
+            look.at(task, build.eval_source(self.run).place)
+        if not self.resumed:
+            stream = self.source.stream(self.run.seed, without=self.held_out)
+            for task in itertools.islice(stream, self.run.groups_per_step):
+                look.at(task, stream.place)
 
     def _note_beginnings(self, model: build.Model, tell: OnEvent) -> None:
         """In config.json, what must be the same for a resume to give the same bytes; told where it is not."""
@@ -139,6 +152,7 @@ class Training:
         model: build.Model,
         engine: Engine,
         judge: Judge,
+        look: Look,
         ledger: Ledger,
         recorder: Recorder,
         faults: JsonLines,
@@ -161,6 +175,7 @@ class Training:
             ),
             generator=build.build_generator(run, model, engine, self.clock, held_out=False),
             judge=judge,
+            look=look,
             recorder=recorder,
             faults=faults,
             clock=self.clock,

@@ -13,6 +13,7 @@ from croze.errors import TasksError
 from croze.loop import build, declaration
 from croze.loop.evaluation import Evaluation
 from croze.loop.interrupt import run_cancellable
+from croze.loop.look import Look
 from croze.reward.judge import Judge
 from croze.run import Run
 from croze.types import Task
@@ -46,6 +47,9 @@ async def _evaluate(run: Run, tasks: list[Task], samples: int, listen: OnEvent) 
         )
         model = await asyncio.to_thread(build.build_model, run)
         parts.callback(model.thread.close)
+        look = Look(model.tokenizer, model.arch.context, judge.spec)
+        for task in tasks:
+            look.at(task, build.eval_source(run).place)
         weights = build.read_weights(run, model)
         engine = build.build_engine(run, model, weights)
         parts.push_async_callback(engine.close)

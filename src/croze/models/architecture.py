@@ -84,6 +84,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
 
+_ANOTHER = "download or save the model again, or choose another"
+
+
 def read_architecture(path: Path) -> Architecture:
     """The architecture of the model in directory ``path``; raises ModelError / ModelUnsupported."""
     file = path / "config.json"
@@ -94,8 +97,11 @@ def read_architecture(path: Path) -> Architecture:
             "the model has no config.json", where=str(path), fix="give a complete model directory"
         ) from None
     except json.JSONDecodeError as error:
-        raise ModelError(f"config.json is not JSON: {error}", where=str(file)) from None
-    return from_config(config, where=str(file))
+        raise ModelError(f"config.json is not JSON: {error}", where=str(file), fix=_ANOTHER) from None
+    try:
+        return from_config(config, where=str(file))
+    except ModelError as error:
+        raise type(error)(error.message, where=error.where, fix=error.fix or _ANOTHER) from None
 
 
 def from_config(config: dict[str, Any], where: str = "config.json") -> Architecture:

@@ -34,6 +34,7 @@ WAIT_S = 900
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_SKIPPED = ["*/*", "consolidated*", "README*", "LICENSE*", "*.gguf"]
+_KINDS = f"a model is a folder, a .gguf file, a hub id (ORG/NAME), or one of {', '.join(BUILTINS)}"
 _TOKENIZERS = ("croze_tokenizer.json", "tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
@@ -49,7 +50,7 @@ def resolve(model: str, *, cache: Path | None = None) -> ModelFiles:
     cache = cache if cache is not None else user_cache()
     if model in BUILTINS:
         return from_builtin(BUILTINS[model], cache)
-    path = Path(model).expanduser()
+    path = _path(model)
     if path.is_dir():
         verify(path)
         return ModelFiles(name=model, path=path.resolve(), source="directory")
@@ -57,11 +58,23 @@ def resolve(model: str, *, cache: Path | None = None) -> ModelFiles:
         return _from_gguf(model, path, cache)
     if path.suffix != ".safetensors" and (hub_id := _HUB_ID.fullmatch(model)):
         return _from_hub(model, hub_id["repo"], hub_id["revision"])
-    raise ModelNotFound(
-        f"no model {model!r}",
-        where="tried: built-in names, a directory, a .gguf file, a hub id (ORG/NAME)",
-        fix=suggest(model, BUILTINS) or f"built-in names: {', '.join(BUILTINS)}",
-    )
+    where = f"model={model!r}"
+    if path.is_file():
+        fix = "give the folder that it lies in" if path.suffix == ".safetensors" else _KINDS
+        raise ModelNotFound("this file is no model", where=where, fix=fix)
+    if len(path.parts) > 1:
+        raise ModelNotFound("there is no such folder or file", where=where, fix=f"check the path; {_KINDS}")
+    raise ModelNotFound("there is no such model", where=where, fix=suggest(model, BUILTINS) or _KINDS)
+
+
+def _path(model: str) -> Path:
+    """``model`` as a path, whether or not there is one. Raises ModelNotFound for what no path can be."""
+    try:
+        path = Path(model).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a home of nobody, a zero byte
+        raise ModelNotFound(f"this names no model: {error}"[:200], where="model", fix=_KINDS) from None
+    return path
 
 
 def user_cache() -> Path:

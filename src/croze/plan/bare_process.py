@@ -19,7 +19,7 @@ class BareProcess:
 
     def __init__(self, files: ModelFiles | None) -> None:
         words = [str(files.path)] if files is not None else []
-        self._child = subprocess.Popen(
+        self.child = subprocess.Popen(
             [sys.executable, "-m", __name__, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -29,17 +29,17 @@ class BareProcess:
 
     def bytes(self) -> int:
         try:
-            told, _ = self._child.communicate(timeout=WAIT_S)
+            told, _ = self.child.communicate(timeout=WAIT_S)
         except subprocess.TimeoutExpired:
             self.close()
             return ASSUMED
-        return int(told) if self._child.returncode == 0 else ASSUMED
+        return int(told) if self.child.returncode == 0 else ASSUMED
 
     def close(self) -> None:
         """End the child if it still runs."""
-        if self._child.returncode is None:
-            self._child.kill()
-            self._child.communicate()
+        if self.child.returncode is None:
+            self.child.kill()
+            self.child.communicate()
 
     def __enter__(self) -> BareProcess:
         return self

@@ -13,7 +13,7 @@ import msgspec
 from croze.env.tasks import as_tasks
 from croze.errors import InfraFault
 from croze.loop.checkpoints import Checkpoints
-from croze.loop.folder import file_digest, holder, read_config
+from croze.loop.folder import LOCK, file_digest, holder, read_config
 from croze.loop.ledger import SqliteLedger
 from croze.loop.load import load_declared
 from croze.models.source import resolve
@@ -41,7 +41,7 @@ def look_at_folder(context: FolderContext, report: Report) -> None:
         report.fail(
             "usage",
             f"in use by process {by.pid} on {by.host}",
-            where=str(context.path),
+            where=str(context.path / LOCK),
             fix="wait for it, or stop it: croze stop",
         )
     else:

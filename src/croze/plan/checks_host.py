@@ -32,7 +32,11 @@ _FLAGS = {"RLIMIT_NOFILE": "-n", "RLIMIT_NPROC": "-u", "RLIMIT_AS": "-v", "RLIMI
 
 def look_at_cores(_: Any, report: Report) -> None:
     """Cores that this process may use, by its affinity and by the quota of its cgroups."""
-    cores, quota = machine.cores(), cpu_quota()
+    judge_cores(machine.cores(), cpu_quota(), os.environ.get("OMP_NUM_THREADS", ""), report)
+
+
+def judge_cores(cores: int, quota: float | None, threads: str, report: Report) -> None:
+    """``quota``: cores' worth of time; ``threads``: OMP_NUM_THREADS."""
     told = f"{platform.machine()}, {cores} cores"
     if quota is not None and quota < cores - 0.01:
         report.warn(
@@ -43,8 +47,7 @@ def look_at_cores(_: Any, report: Report) -> None:
         )
     else:
         report.ok(told)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > cores:
+    if threads.isdecimal() and int(threads) > cores:
         report.warn(
             "cores.threads",
             f"OMP_NUM_THREADS={threads}, and this process may use {cores} cores",
@@ -55,7 +58,11 @@ def look_at_cores(_: Any, report: Report) -> None:
 
 def look_at_memory(_: Any, report: Report) -> None:
     """What is free, by the kernel and by the cgroups around this process."""
-    free, total = machine.memory_available(), _total_memory()
+    judge_memory(machine.memory_available(), _total_memory(), report)
+
+
+def judge_memory(free: int, total: int, report: Report) -> None:
+    """Both in bytes."""
     told = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
     fix = "end other programs, or give the container more memory"
     if free < LEAST_MEMORY:
@@ -68,26 +75,33 @@ def look_at_memory(_: Any, report: Report) -> None:
 
 def look_at_disk(folder: Path, report: Report) -> None:
     """Where runs, models and temporary files go: can they be written, and is there room."""
-    places = {
-        "runs": (folder / "runs", "set run.dir to a folder that you may write to"),
-        "models": (user_cache(), "set CROZE_CACHE to a folder that you may write to"),
-        "temporary files": (_temporary(), "set TMPDIR to a folder that you may write to"),
-    }
-    for what, (place, fix) in places.items():
-        if place is None:
-            report.fail("disk.temporary", "there is no folder for temporary files", where="TMPDIR", fix=fix)
-            continue
+    places = (
+        ("runs", folder / "runs", "set run.dir to a folder that you may write to"),
+        ("models", user_cache(), "set CROZE_CACHE to a folder that you may write to"),
+    )
+    for what, place, fix in places:
         there = machine.existing(place)
-        free = shutil.disk_usage(there).free
-        told = f"{free / GIB:.1f} GiB free for {what}"
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            report.warn("disk.readonly", f"{what} cannot be written there", where=str(there), fix=fix)
-        elif free < LEAST_DISK:
-            report.fail("disk", told, where=str(there), fix=f"free some space, or {fix}")
-        elif free < SOME_DISK:
-            report.warn("disk.little", told, where=str(there), fix=f"free some space, or {fix}")
-        else:
-            report.ok(told, where=str(there))
+        judge_place(what, there, shutil.disk_usage(there).free, fix, report)
+    what, fix = "temporary files", "set TMPDIR to a folder that you may write to"
+    try:
+        place = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        report.fail("disk.temporary", f"there is no folder for {what}", where="TMPDIR", fix=fix)
+    else:
+        judge_place(what, place, shutil.disk_usage(place).free, fix, report)
+
+
+def judge_place(what: str, place: Path, free: int, fix: str, report: Report) -> None:
+    """A folder for ``what``, on a disk with ``free`` bytes."""
+    told = f"{free / GIB:.1f} GiB free for {what}"
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        report.warn("disk.readonly", f"{what} cannot be written there", where=str(place), fix=fix)
+    elif free < LEAST_DISK:
+        report.fail("disk", told, where=str(place), fix=f"free some space, or {fix}")
+    elif free < SOME_DISK:
+        report.warn("disk.little", told, where=str(place), fix=f"free some space, or {fix}")
+    else:
+        report.ok(told, where=str(place))
 
 
 def look_at_shared_memory(_: Any, report: Report) -> None:
@@ -170,10 +184,3 @@ def _quota(folder: Path) -> float | None:
 
 def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _temporary() -> Path | None:
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError:
-        return None

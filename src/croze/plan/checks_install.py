@@ -1,4 +1,4 @@
-"""What is installed here and whether it works: Python, packages, torch and its devices, exactness, isolation, the hub."""
+"""What is installed here and whether it works: Python, packages, torch, its devices, exactness, isolation, the hub."""
 
 from __future__ import annotations
 
@@ -175,7 +175,9 @@ def look_at_exactness(_: Any, report: Report) -> None:
     arch = read_architecture(resolve(_TINY).path)
     recipe = choose(arch, "auto", "cpu", True)
     if recipe.exact:
-        report.ok(f"on the CPU engine and trainer agree bit for bit ({_TINY}; measured for each model at its start)")
+        report.ok(
+            f"on the CPU engine and trainer agree bit for bit ({_TINY}; measured for each model at its start)"
+        )
     else:
         report.warn(
             "exactness",

@@ -107,7 +107,12 @@ class _DryRun:
 
     def _generate(self, groups: int, members: int) -> None:
         core, shape, sampling = self._core, self.shape, self.run.sampling
-        params = SamplingParams(temperature=sampling.temperature, max_tokens=shape.room)
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=shape.room,
+        )
         for g in range(groups):
             keys = tuple(range(g * members, (g + 1) * members))
             request = Request(id=str(g), prompt_P=self._prompt(g), keys=keys, params=params)
@@ -135,6 +140,8 @@ class _DryRun:
             trainer.reference_logprobs(samples)
         if not whole:  # a middle micro-batch is the largest: gradients are there, and the forward's weights still
             trainer.forward_backward(Batch(step=1, samples=(self._sample(0, 0, 1),)))
+            trainer.publish(WeightsId("first"))
+            self._name_parts()
         trainer.forward_backward(Batch(step=1, samples=tuple(samples)))
 
     def update(self) -> None:

@@ -7,6 +7,7 @@ code) is seen, and each storage is taken off when the last tensor over it dies: 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,18 +39,22 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most memory that was live at once, in bytes, and by part. ``small``: in tensors below ``LARGE``."""
+    """The most memory that was live at once: bytes by part, and those of them in tensors below ``LARGE``."""
 
-    nbytes: int
-    small: int
     parts: dict[str, int]
+    small: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
 
 
 class Ledger(TorchDispatchMode):
-    """Live meta storages while it is entered. Give storages a part by ``name``; ask with ``watch``."""
+    """Live storages of ``device`` while it is entered: give them a part by ``name``; ``watch``, and ask for the ``peak``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self._device = device
         self._live: dict[int, _Storage] = {}
         self._seen: list[_Storage] = []
         self._shapes = _Shapes()
@@ -60,7 +65,7 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         out = self._shapes(func, args, kwargs or {})
         for tensor in _tensors(out):
-            if tensor.is_meta:
+            if tensor.device.type == self._device:
                 self._note(tensor)
         return out
 
@@ -98,25 +103,25 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, part_of: Callable[[torch.Size], str] = lambda _: REST) -> Peak:
         """The peak since ``watch``. ``part_of`` guesses from its shape the part of what nobody has named."""
-        parts: dict[str, int] = {}
-        small = 0
+        parts: Counter[str] = Counter()
+        small: Counter[str] = Counter()
         for s in self._seen:
             if s.born <= self._most_at and (s.died is None or s.died > self._most_at):
                 part = part_of(s.shape) if s.part == REST else s.part
-                parts[part] = parts.get(part, 0) + s.nbytes
-                small += s.nbytes if s.nbytes < LARGE else 0
-        return Peak(nbytes=self._most, small=small, parts=parts)
+                parts[part] += s.nbytes
+                small[part] += s.nbytes if s.nbytes < LARGE else 0
+        return Peak(parts=dict(parts), small=dict(small))
 
 
 class _Shapes:
-    """Does operations on meta tensors, and those it has done before with tensors of the same form from memory:
-    layers are alike, and working out a result's shape takes long in torch."""
+    """Operations on meta tensors, from memory where they were done before on tensors of the same form: layers are
+    alike, and torch takes long to work out what a result looks like."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, ...]] = {}
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _PACKED:
+        if func in _PACKED and args[0].is_meta:
             return _PACKED[func](*args)
         if func._schema.is_mutable or func.is_view:
             return func(*args, **kwargs)

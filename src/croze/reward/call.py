@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ import msgspec
 
 from croze.config import suggest
 from croze.errors import DeclarationError, RewardFault, TasksError
-from croze.reward.locate import TOP_LEVEL
+from croze.reward.locate import TOP_LEVEL, place
 from croze.types import Fault, Outcome, Rollout, Task
 
 RESERVED = ("reply", "rollout", "sandbox", "prompt", "task")
@@ -32,6 +33,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a reward's signature asks for. ``wants`` are all names, ``needs`` those without a default."""
 
     name: str
+    where: str
     wants: tuple[str, ...]
     needs: tuple[str, ...]
     everything: bool
@@ -47,7 +49,9 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True):
 def inspect_reward(fn: RewardFunction) -> RewardSpec:
     """Read a reward's signature. Raises DeclarationError for one that cannot be called by name."""
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    where = f"reward {name}"
+    where = place(fn)
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise DeclarationError("the reward yields, and never returns", where=where, fix="return the score")
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError) as error:
@@ -64,6 +68,7 @@ def inspect_reward(fn: RewardFunction) -> RewardSpec:
     named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
     spec = RewardSpec(
         name=name,
+        where=where,
         wants=tuple(p.name for p in named),
         needs=tuple(p.name for p in named if p.default is p.empty),
         everything=any(p.kind == p.VAR_KEYWORD for p in parameters),
@@ -86,14 +91,14 @@ def check_columns(spec: RewardSpec, columns: Iterable[str]) -> None:
         if name in known and name in given and name != "prompt":
             raise DeclarationError(
                 f"the column {name!r} has the name of an argument that croze gives",
-                where=f"reward {spec.name}",
+                where=spec.where,
                 fix="rename the column",
             )
     for name in spec.needs:
         if name not in known and name not in given:
             raise DeclarationError(
                 f"the reward asks for {name!r}, which is no column of the tasks",
-                where=f"reward {spec.name}",
+                where=spec.where,
                 fix=suggest(name, [*given, *sorted(known)])
                 or f"tasks have {', '.join(given) or 'no columns'}; croze gives {', '.join(sorted(known))}",
             )
@@ -211,7 +216,11 @@ def _number(value: Any, name: str, what: str) -> float:
 
 
 def _short(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
+    try:
+        text = f"{type(value).__name__} {value!r}"
+    except Exception:  # user code
+        text = type(value).__name__
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)  # what the same mistake gives is to read the same
     return text if len(text) <= 80 else text[:77] + "..."
 
 

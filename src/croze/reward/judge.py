@@ -135,6 +135,11 @@ class Judge:
         return self._worker.pid
 
     @property
+    def where(self) -> str:
+        """Which reward, and where it is defined."""
+        return self.spec.where
+
+    @property
     def batched(self) -> bool:
         """Whether siblings are judged in one call."""
         return self.spec.batched

@@ -31,8 +31,7 @@ def locate(fn: Any) -> FunctionRef:
     """A reference to ``fn``. Raises DeclarationError for one that no other process could find again."""
     qualname = getattr(fn, "__qualname__", "")
     module = getattr(fn, "__module__", "") or ""
-    where = f"reward {qualname or fn!r}"
-    fix = TOP_LEVEL
+    where, fix = place(fn), TOP_LEVEL
     if not inspect.isfunction(fn):
         raise DeclarationError(
             f"a reward must be a function, not an object of type {type(fn).__name__}", where=where, fix=fix
@@ -47,6 +46,18 @@ def locate(fn: Any) -> FunctionRef:
         raise DeclarationError(f"the reward comes from {file}, which is no file", where=where, fix=fix)
     path = tuple(os.path.abspath(p) for p in sys.path)
     return FunctionRef(file=os.path.abspath(file), module=module, qualname=qualname, path=path)
+
+
+def place(fn: Any) -> str:
+    """Which reward, and where it is defined, as far as Python knows: "reward NAME (FILE:LINE)"."""
+    name, line = getattr(fn, "__qualname__", type(fn).__name__), first_line(fn)
+    return f"reward {name} ({line})" if line else f"reward {name}"
+
+
+def first_line(fn: Any) -> str:
+    """``FILE:LINE`` where a function is defined; empty for what is none."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def load(ref: FunctionRef) -> Any:

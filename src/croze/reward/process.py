@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import mmap
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ _REFUSALS = {
 }
 """Why a worker may say that it cannot work; all else is a RewardFault."""
 
+_MARK = "CROZE_REWARD_WORKER"
+"""Names a worker in the environment of all that it starts, so that they are found though they have left it."""
+
 Output = Callable[[bytes], None]
 
 
@@ -61,6 +66,7 @@ class WorkerProcess:
         os.truncate(self._mark_fd, mmap.PAGESIZE)
         self._mark = mmap.mmap(self._mark_fd, mmap.PAGESIZE)
         self._process: subprocess.Popen[bytes] | None = None
+        self._name = secrets.token_hex(16)
         self._out = -1
 
     async def start(self, setup: Setup) -> None:
@@ -68,7 +74,7 @@ class WorkerProcess:
         try:
             await self._launch()
             self.send(setup)
-            await self._welcome()
+            await self._welcome(setup)
         except BaseException:
             await self.kill()
             raise
@@ -94,22 +100,27 @@ class WorkerProcess:
             stderr=output,
             pass_fds=(control, self._mark_fd),
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            env={**os.environ, _MARK: self._name, "PYTHONPATH": os.pathsep.join(_import_path())},
         )
 
-    async def _welcome(self) -> None:
+    async def _welcome(self, setup: Setup) -> None:
         try:
             answer = await asyncio.wait_for(self.receive(), _START_S)
         except TimeoutError:
             raise RewardFault(
                 f"the reward worker was not ready within {_START_S:g} s{self.last_words}",
                 where="reward worker",
+                fix="what takes long belongs into a function, not into what runs when the file is imported",
             ) from None
         if isinstance(answer, Refused):
             error = _REFUSALS.get(answer.kind, RewardFault)
             raise error(answer.message, where=answer.where, fix=answer.fix)
         if not isinstance(answer, Ready):
-            raise RewardFault(f"the reward worker {await self.how_it_ended()}", where="reward worker")
+            raise RewardFault(
+                f"the reward worker {await self.how_it_ended()}, while it imported the reward's file",
+                where=setup.reward.file,
+                fix="it is imported there once more: see that nothing in it ends the process",
+            )
 
     def send(self, message: Any) -> None:
         self._writer.write(wire.frame(wire.encode(message)))
@@ -150,6 +161,8 @@ class WorkerProcess:
         code = await self._exit_code(_DEAF_S)
         if code is None:
             return "closed its socket" + self.last_words
+        if code == -signal.SIGKILL:
+            return "was killed from outside (is the machine's memory used up?)" + self.last_words
         if code < 0:
             return f"died of {signal.Signals(-code).name}" + self.last_words
         return f"exited with code {code}" + self.last_words
@@ -169,19 +182,25 @@ class WorkerProcess:
     async def kill(self) -> None:
         """End the worker and every process under it, and what those left behind."""
         if self._process is not None:
-            below = _descendants(self._process.pid) if self._process.poll() is None else []
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            for pid in below:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
             await self._exit_code()
+            await self._end_all_below()
             self._writer.close()
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
         self._let_go()
         if (groups := cgroup.find()) is not None:
             groups.sweep()
+
+    async def _end_all_below(self) -> None:
+        """Kill what the worker started; what starts others meanwhile is met again."""
+        until = time.monotonic() + _END_S
+        while (below := _marked(self._name)) and time.monotonic() < until:
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.002)
 
     def _let_go(self) -> None:
         if self._out >= 0:
@@ -207,15 +226,14 @@ def _import_path() -> list[str]:
     return [home, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def _descendants(pid: int) -> list[int]:
-    """Every process below ``pid`` now. Linux only; elsewhere the process group must do."""
-    found, todo = [], [pid]
-    while todo:
-        folder = Path(f"/proc/{todo.pop()}/task")
+def _marked(name: str) -> list[int]:
+    """Every process that was started below the worker called ``name``, wherever it has gone since, and does not
+    end already. Linux only; elsewhere the process group must do."""
+    mark, found = f"{_MARK}={name}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            children = [int(c) for t in folder.iterdir() for c in (t / "children").read_text().split()]
-        except OSError:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # gone, or another user's
             continue
-        found += children
-        todo += children
     return found

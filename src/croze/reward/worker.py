@@ -13,6 +13,7 @@ import ctypes
 import logging
 import mmap
 import os
+import resource
 import signal
 import socket
 import sys
@@ -22,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from croze import wire
-from croze.errors import CrozeError, DeclarationError
+from croze.errors import CrozeError, DeclarationError, RewardFault, told
 from croze.reward import call as calling
-from croze.reward.locate import load
+from croze.reward.locate import first_line, load
 from croze.reward.messages import Call, Ping, Pong, Ready, Refused, Result, Setup, ToWorker
 from croze.sandbox.drivers import open_driver
 from croze.sandbox.lazy import LazySandbox
@@ -98,6 +99,7 @@ class Worker:
         self._writer = writer
         self._mark = mark
         self._channel = channel
+        self._closing = False
         self._driver: Driver | None = None
         self._opening = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
@@ -121,6 +123,7 @@ class Worker:
         if setup.again:
             logging.getLogger("croze.sandbox").setLevel(logging.ERROR)
         self._file = setup.reward.file
+        self._memory_mib = _limit_memory(setup)
         self._pool = ThreadPoolExecutor(setup.options.concurrency, thread_name_prefix="reward")
         try:
             self._reward = load(setup.reward)
@@ -130,21 +133,43 @@ class Worker:
         except CrozeError as error:
             self._send(Refused(kind=error.kind, message=error.message, where=error.where, fix=error.fix))
             return False
-        except (Exception, SystemExit) as error:  # user code at import: a supervision boundary
-            message = f"the reward's file cannot be imported: {_told(error, self._file)}"
-            self._send(Refused(kind=DeclarationError.kind, message=message, where=self._file))
+        except BaseException as error:  # user code at import: a supervision boundary
+            message = f"the reward's file cannot be imported in the reward's own process: {self._told(error)}"
+            fix = (
+                "it is imported there once more, without the command line's words: see that it does the same"
+            )
+            self._send(Refused(kind=DeclarationError.kind, message=message, where=self._file, fix=fix))
             return False
         self._send(Ready())
         return True
 
-    def _in_thread(self, words: dict[str, Any]) -> Any:
+    def _told(self, error: BaseException) -> str:
+        """Type, text and place of an error: the innermost line of the user's own file, else the innermost.
+
+        What croze says of a value that was returned belongs to the reward as a whole."""
+        if isinstance(error, RewardFault):
+            return f"{error.message} ({first_line(self._reward)})"
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"[:_MESSAGE]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if os.path.realpath(f.filename) == os.path.realpath(self._file)]
+        place = f" ({(own or frames)[-1].filename}:{(own or frames)[-1].lineno})" if frames else ""
+        if isinstance(error, MemoryError):
+            place += f"; reward.memory_mib allows {self._memory_mib} MiB"
+        return told(error, limit=_MESSAGE - len(place)) + place
+
+    def _in_thread(self, words: dict[str, Any]) -> tuple[Any, BaseException | None]:
+        """What the reward returned, or raised: no future takes a StopIteration or an end of another's loop."""
         try:
-            return self._reward(**words)
+            return self._reward(**words), None
+        except BaseException as error:  # user code: a supervision boundary
+            return None, error
         finally:
             self._channel.exit_if_lost()  # the loop would wait for ever for an event that cannot come
 
     async def close(self) -> None:
         """End every call and its sandboxes."""
+        self._closing = True
         for task in self._running:
             task.cancel()
         await asyncio.wait(self._running) if self._running else None
@@ -169,8 +194,10 @@ class Worker:
     async def _answer(self, call: Call) -> None:
         try:
             outcomes = await self._judge(call)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # user code: a supervision boundary
-            outcome = Outcome(valid=False, fault="infra", message=_told(error, self._file))
+        except BaseException as error:  # user code: a supervision boundary
+            if self._closing:
+                raise
+            outcome = Outcome(valid=False, fault="infra", message=self._told(error))
             outcomes = [outcome] * len(call.rollouts)
         self._send(Result(id=call.id, outcomes=outcomes))
 
@@ -201,7 +228,11 @@ class Worker:
             value = await Marked(self._reward(**words), self._mark, call.id)
         else:
             loop = asyncio.get_running_loop()
-            value = await loop.run_in_executor(self._pool, lambda: self._in_thread(words))
+            value, error = await loop.run_in_executor(self._pool, lambda: self._in_thread(words))
+            if isinstance(error, StopIteration):  # which a coroutine must not raise
+                error = RuntimeError(told(error)).with_traceback(error.__traceback__)
+            if error is not None:
+                raise error
         if spec.batched:
             return calling.outcomes_of(value, spec.name, len(rollouts))
         return [calling.outcome_of(value, spec.name)]
@@ -212,15 +243,16 @@ def _single(rollouts: list[Rollout]) -> Rollout:
     return rollout
 
 
-def _told(error: BaseException, file: str) -> str:
-    """Type, text and place of an error: the innermost line of the user's own file, else the innermost."""
-    text = error.message if isinstance(error, CrozeError) else str(error)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"[:_MESSAGE]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if os.path.realpath(f.filename) == os.path.realpath(file)]
-    place = f" ({(own or frames)[-1].filename}:{(own or frames)[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text[: _MESSAGE - len(place)]}{place}"
+def _limit_memory(setup: Setup) -> int:
+    """Hold this process, and each below it, to memory of its own that it may write to; the limit in MiB.
+
+    Not less than a sandbox needs. The kernel refuses more, which Python raises where it is asked for.
+    """
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 21
+    limit = max(setup.options.memory_mib or half, setup.sandbox.memory_mib)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit << 20 if hard < 0 else min(limit << 20, hard), hard))
+    return limit
 
 
 def _die_with(parent: int) -> None:

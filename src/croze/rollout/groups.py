@@ -28,6 +28,20 @@ class Attempt:
     key: int
 
 
+def render(task: Task, tokenizer: Tokenizer, context: int) -> list[int]:
+    """A task's prompt as tokens; raises TasksError when it leaves no room for a reply in ``context`` tokens."""
+    ids = tokenizer.render(task.prompt)
+    if not ids:
+        raise TasksError("the prompt is empty", where=f"task {task.id}", fix="give every task a prompt")
+    if len(ids) >= context:
+        raise TasksError(
+            f"the prompt has {len(ids)} tokens, the model's context {context}",
+            where=f"task {task.id}",
+            fix="shorten the prompt, leave such tasks out, or choose a model with a longer context",
+        )
+    return ids
+
+
 class Generator:
     """Single-turn rollouts on an engine."""
 
@@ -53,22 +67,11 @@ class Generator:
             seed=seed,
         )
 
-    def prompt_ids(self, task: Task) -> list[int]:
-        """A task's prompt as tokens; raises TasksError when it leaves no room for a reply."""
-        ids = self.tokenizer.render(task.prompt)
-        if not ids:
-            raise TasksError("the prompt is empty", where=f"task {task.id}", fix="give every task a prompt")
-        if len(ids) >= self.context:
-            raise TasksError(
-                f"the prompt has {len(ids)} tokens, the model's context {self.context}",
-                where=f"task {task.id}",
-                fix="shorten the prompt, or drop such tasks",
-            )
-        return ids
-
-    async def run(self, task: Task, attempts: Sequence[Attempt], step: int) -> AsyncGenerator[Rollout, None]:
-        """Rollouts of ``attempts``, each as soon as it has ended."""
-        prompt = self.prompt_ids(task)
+    async def run(
+        self, task: Task, attempts: Sequence[Attempt], step: int, prompt: list[int] | None = None
+    ) -> AsyncGenerator[Rollout, None]:
+        """Rollouts of ``attempts``, each as soon as it has ended. ``prompt``: the task's, rendered before."""
+        prompt = render(task, self.tokenizer, self.context) if prompt is None else prompt
         sessions = [Session(prompt) for _ in attempts]
         start = self.clock.now()
         request = Request(

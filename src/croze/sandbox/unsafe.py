@@ -27,11 +27,14 @@ from croze.sandbox.protocol import BOX, ExecResult, Limits, Net, Sandbox, Status
 from croze.types import Fault
 
 _LIMITED = """
-for limit in "-c 0" "-S -t $1" "-f $2" "-v $3"; do ulimit $limit 2>/dev/null; done
-shift 3
-exec "$@"
+exec 3<&0 <"$1"
+(read _ <&3; kill -9 -$$) >/dev/null 2>&1 &
+for limit in "-c 0" "-S -t $2" "-f $3" "-v $4"; do ulimit $limit 2>/dev/null; done
+shift 4
+exec "$@" 3<&-
 """
-"""Not every system has every limit; one a call is all that some shells take."""
+"""Not every system has every limit; one a call is all that some shells take. What waits beside it at the pipe that is
+the first stdin ends the program's group when this process dies; the program's own stdin is a file."""
 
 
 class Unsafe:
@@ -111,6 +114,9 @@ class UnsafeSandbox(Sandbox):
         out = Capture(limit=self.limits.output_mib << 20, overflow=lambda: stop("output_limit"))
         err = Capture(limit=self.limits.output_mib << 20, overflow=lambda: stop("output_limit"))
         numbers = (math.ceil(cpu_s), self.limits.disk_mib << 11, self.limits.memory_mib << 10)
+        source = Path(self._folder) / "stdin"
+        source.write_bytes(stdin)
+        lifeline, ours = os.pipe()
         process = None
 
         def stop(why: Status) -> None:
@@ -120,18 +126,15 @@ class UnsafeSandbox(Sandbox):
 
         began = loop.time()
         try:
-            with tempfile.TemporaryFile() as source:
-                source.write(stdin)
-                source.seek(0)
-                process = subprocess.Popen(
-                    ["/bin/sh", "-c", _LIMITED, "croze", *map(str, numbers), *argv],
-                    stdin=source,
-                    stdout=out.write_fd,
-                    stderr=err.write_fd,
-                    cwd=cwd,
-                    env=env,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", _LIMITED, "croze", str(source), *map(str, numbers), *argv],
+                stdin=lifeline,
+                stdout=out.write_fd,
+                stderr=err.write_fd,
+                cwd=cwd,
+                env=env,
+                start_new_session=True,
+            )
             out.started()
             err.started()
             if not await ended(process, wall_s):
@@ -146,6 +149,8 @@ class UnsafeSandbox(Sandbox):
             if process is not None:
                 _kill_group(process.pid)
                 process.poll()
+            os.close(lifeline)
+            os.close(ours)
             out.close()
             err.close()
 

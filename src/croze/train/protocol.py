@@ -127,7 +127,9 @@ class Trainer(Protocol):
         """The same under the reference's weights; only where the algorithm needs a reference."""
         ...
 
-    def forward_backward(self, batch: Batch) -> TrainStats: ...
+    def forward_backward(self, batch: Batch) -> TrainStats:
+        """Add the batch's gradients; its samples go to the algorithm's loss in their order, none split."""
+        ...
 
     def step(self, step: int) -> StepStats:
         """Apply the accumulated gradients at the rate of loop step ``step`` (from 1), and clear them."""

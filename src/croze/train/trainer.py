@@ -291,7 +291,7 @@ def build(parts: TrainerParts) -> TorchTrainer:
     """The built-in trainer, alone with its weights while it trains; entry point ``torch`` of ``croze.train``."""
     return TorchTrainer(
         parts.weights,
-        read_tensors(parts.files.path),
+        parts.weights.layout.checked(read_tensors(parts.files.path), str(parts.files.path)),
         parts.algorithm,
         parts.optim,
         steps=parts.steps,
