@@ -11,11 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import machine, parser, report, save, table
 
@@ -27,95 +25,95 @@ SAVED = 3
 """Saves of the large model that are measured, each during a step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """SIGKILL to the process group ``when`` ("before" or "after") the ``nth`` call of ``at``; ``name`` for people."""
+class Kill(NamedTuple):
+    """SIGKILL to the process group ``when`` ("before" or "after") the ``nth`` call of ``at``, in the course of
+    ``step``; ``name`` for people."""
 
     name: str
-    at: str
+    step: int
     when: str
+    at: str
     nth: int
 
 
 KILLS = (
-    Kill(name="declared, nothing loaded", at="croze.loop.folder:RunFolder.write", when="after", nth=1),
-    Kill(name="model being built", at="croze.loop.build:build_model", when="before", nth=1),
-    Kill(name="first rollouts under way", at="croze.loop.ledger:SqliteLedger.dispatch", when="after", nth=1),
-    Kill(
-        name="step 8, half generated",
-        at="croze.loop.ledger:SqliteLedger.finish",
-        when="after",
-        nth=7 * 64 + 32,
-    ),
-    Kill(name="step 8, all generated", at="croze.loop.learning:Learning.learn", when="before", nth=8),
-    Kill(name="step 8, before the update", at="croze.train.optimizer:AdamW.step", when="before", nth=8),
-    Kill(name="step 8, after the update", at="croze.train.optimizer:AdamW.step", when="after", nth=8),
-    Kill(name="step 8, published", at="croze.sync.identity:Identity.of", when="after", nth=9),
-    Kill(name="step 8, committed", at="croze.loop.ledger:SqliteLedger.settle", when="after", nth=8),
-    Kill(name="step 10, to be saved", at="croze.train.state:StateSnapshot.write", when="before", nth=2),
-    Kill(
-        name="step 10, state written", at="croze.train.state:StateSnapshot.write", when="after", nth=2
-    ),
-    Kill(name="step 10, no manifest yet", at="croze.loop.checkpoints:_write_durably", when="before", nth=2),
-    Kill(name="step 10, not yet renamed", at="croze.loop.checkpoints:_write_durably", when="after", nth=2),
-    Kill(name="last save", at="croze.loop.checkpoints:_write_durably", when="before", nth=3),
-    Kill(name="done, not told", at="croze.loop.training:result", when="before", nth=1),
+    Kill("declared, nothing loaded", 0, "after", "croze.loop.folder:RunFolder.write", 1),
+    Kill("model being built", 0, "before", "croze.loop.build:build_model", 1),
+    Kill("first rollouts under way", 1, "after", "croze.loop.ledger:SqliteLedger.dispatch", 1),
+    Kill("half generated", 8, "after", "croze.loop.ledger:SqliteLedger.finish", 7 * 64 + 32),
+    Kill("all generated", 8, "before", "croze.loop.learning:Learning.learn", 8),
+    Kill("before the update", 8, "before", "croze.train.optimizer:AdamW.step", 8),
+    Kill("after the update", 8, "after", "croze.train.optimizer:AdamW.step", 8),
+    Kill("published", 8, "after", "croze.sync.identity:Identity.of", 9),
+    Kill("committed", 8, "after", "croze.loop.ledger:SqliteLedger.settle", 8),
+    Kill("to be saved", 10, "before", "croze.train.state:StateSnapshot.write", 2),
+    Kill("state written, no model", 10, "after", "croze.train.state:StateSnapshot.write", 2),
+    Kill("no manifest yet", 10, "before", "croze.loop.checkpoints:_write_durably", 2),
+    Kill("not yet renamed", 10, "after", "croze.loop.checkpoints:_write_durably", 2),
+    Kill("in the last save", 12, "before", "croze.loop.checkpoints:_write_durably", 3),
+    Kill("done, not told", 12, "before", "croze.loop.training:result", 1),
 )
 
 
 def croze(*words: str, kill: Kill | None = None) -> tuple[list[dict[str, Any]], float]:
-    """The events of ``croze WORDS --json``, and its wall seconds; with ``kill`` it must die of that."""
+    """The events of ``croze WORDS --json``, and the CPU seconds it took; with ``kill`` it must die of that."""
     start = [sys.executable, "-m", "croze"]
     if kill is not None:
         start = [sys.executable, str(DYING), kill.at, kill.when, str(kill.nth), "SIGKILL"]
-    began = time.monotonic()
-    done = subprocess.run(
-        [*start, *words, "--json"],
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wanted = 0 if kill is None else -signal.SIGKILL
-    if done.returncode != wanted:
-        raise SystemExit(f"croze {words[0]} ended with {done.returncode}, not {wanted}: {done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()], time.monotonic() - began
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [*start, *words, "--json"],
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        wanted = 0 if kill is None else -signal.SIGKILL
+        if process.returncode != wanted:
+            said = os.pread(errors.fileno(), 1 << 20, 0).decode()[-2000:]
+            raise SystemExit(f"croze {words[0]} ended with {process.returncode}, not {wanted}: {said}")
+        out.seek(0)
+        return [json.loads(line) for line in out], used.ru_utime + used.ru_stime
 
 
 def kills() -> list[dict[str, Any]]:
-    """Each kill and its resume against a run that was left alone. Seconds lost: both parts together, less that run."""
+    """Each kill and its resume against a run that was left alone. To be where it was: CPU seconds of the second
+    process, its start included, less those of the steps that come after the one that was killed."""
     words = ("train", str(EXAMPLE), f"steps={STEPS}", f"loop.checkpoint_every={EVERY}", "engine.threads=1")
     with tempfile.TemporaryDirectory() as folder:
-        whole, alone_s = croze(*words, f"run.dir={folder}/whole")
+        whole, _ = croze(*words, f"run.dir={folder}/whole")
         rows = []
         for number, kill in enumerate(KILLS):
             run = f"{folder}/{number}"
-            _, killed_s = croze(*words, f"run.dir={run}", kill=kill)
-            events, resumed_s = croze("resume", run)
+            croze(*words, f"run.dir={run}", kill=kill)
+            events, cpu_s = croze("resume", run)
             again = [e["again_steps"] for e in events if e["event"] == "resume"]
+            later = [e["cpu_s"] for e in events if e["event"] == "step" and e["step"] > kill.step]
             rows.append(
                 {
-                    "killed": kill.name,
+                    "killed in step": kill.step,
+                    "when": kill.name,
                     "same weights id": "yes" if events[-1]["weights_id"] == whole[-1]["weights_id"] else "NO",
-                    "steps made again": again[0] if again else 0,
-                    "s lost": killed_s + resumed_s - alone_s,
+                    "whole steps made again": again[0] if again else 0,
+                    "CPU-s to be where it was": cpu_s - sum(later),
                 }
             )
-            print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
 def saves() -> list[dict[str, Any]]:
-    """A checkpoint of the 135M-parameter model after every step: what each holds up, and takes beside the next."""
-    words = ("model=smollm2-135m-instruct", "groups_per_step=2", "group_size=4", "engine.threads=1")
+    """A checkpoint of the 135M-parameter model every other step: what each holds up, and takes beside the next."""
     with tempfile.TemporaryDirectory() as folder:
         events, _ = croze(
             "train",
-            str(EXAMPLE),
+            str(ROOT / "examples" / "calc.py"),
             f"run.dir={folder}/run",
-            f"steps={SAVED + 1}",
-            "loop.checkpoint_every=1",
-            *words,
+            f"steps={2 * SAVED + 1}",
+            "loop.checkpoint_every=2",
+            "engine.threads=1",
+            "sandbox.allow_unsafe=true",
         )
     steps = {e["step"]: e for e in events if e["event"] == "step"}
     told = {e["step"]: e for e in events if e["event"] == "save"}
@@ -129,7 +127,7 @@ def saves() -> list[dict[str, Any]]:
             "s training stood still": told[step]["blocked_s"] + steps[step + 1]["save_wait_s"],
             "s of the step beside": steps[step + 1]["step_s"],
         }
-        for step in range(1, SAVED + 1)
+        for step in range(2, 2 * SAVED + 1, 2)
     ]
 
 

@@ -30,7 +30,7 @@ HANG_S = 60.0
 TIMES = ("tokens_per_cpu_s", "cpu_s", "step_s", "phase_s", "peak_mib", "save_wait_s")
 """What may differ between two runs that are the same."""
 
-TASK = '''
+TASK = """
 import random
 import zlib
 
@@ -60,7 +60,7 @@ run = cz.Run(
     engine=cz.EngineOptions(threads=1, self_check=False),
     loop=cz.LoopOptions(checkpoint_every=2),
 )
-'''
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Process:
             late = self.lives()
             if late:
                 os.killpg(self.pid, signal.SIGKILL)
-            self.code = self.nursery.ask(wait=self.pid)
+            self.code = int(self.nursery.ask(wait=self.pid))
             assert not late, f"it was still running after {within_s} s: {self.tail()}"
         return self.code
 
@@ -274,27 +274,23 @@ def _arm(at: str, when: str, nth: int, does: str) -> None:
         owner = getattr(owner, part)
     inner, calls = getattr(owner, last), iter(range(1, sys.maxsize))
 
-    if inspect.iscoroutinefunction(inner):
+    @functools.wraps(inner)
+    async def later(*args: Any, **words: Any) -> Any:
+        now = next(calls) == nth
+        _strike(does, now and when == "before")
+        value = await inner(*args, **words)
+        _strike(does, now and when == "after")
+        return value
 
-        @functools.wraps(inner)
-        async def struck(*args: Any, **words: Any) -> Any:
-            now = next(calls) == nth
-            _strike(does, now and when == "before")
-            value = await inner(*args, **words)
-            _strike(does, now and when == "after")
-            return value
+    @functools.wraps(inner)
+    def at_once(*args: Any, **words: Any) -> Any:
+        now = next(calls) == nth
+        _strike(does, now and when == "before")
+        value = inner(*args, **words)
+        _strike(does, now and when == "after")
+        return value
 
-    else:
-
-        @functools.wraps(inner)
-        def struck(*args: Any, **words: Any) -> Any:
-            now = next(calls) == nth
-            _strike(does, now and when == "before")
-            value = inner(*args, **words)
-            _strike(does, now and when == "after")
-            return value
-
-    setattr(owner, last, struck)
+    setattr(owner, last, later if inspect.iscoroutinefunction(inner) else at_once)
 
 
 def _strike(does: str, now: bool) -> None:
@@ -345,10 +341,11 @@ if __name__ == "__main__" and len(sys.argv) > 1:
     _arm(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
     sys.exit(main(sys.argv[5:]))
 elif __name__ == "__main__":
+    import pyarrow.ipc  # noqa: F401
+
     import croze.cli.resume
     import croze.cli.train
     import croze.loop.training
     import croze.trace.tables  # noqa: F401
-    import pyarrow.ipc  # noqa: F401
 
     _serve(iter(sys.stdin.buffer.readline, b""), os.dup(1))

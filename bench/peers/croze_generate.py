@@ -42,7 +42,8 @@ def requests(args: argparse.Namespace, repeat: int) -> list[Request]:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    engine, model = await engine_of(declared(args.model, args.dtype, args.groups * args.siblings))
+    rows = args.groups * args.siblings
+    engine, model = await engine_of(declared(args.model, args.dtype, rows, invariant=args.invariant))
     limit, exact = await model.thread.run(gemm_gflops, model.recipe.dtype), model.recipe.exact
     emit("ready", croze=croze.__version__, torch=torch.__version__, gemm=limit, exact=exact)
     for repeat in range(args.repeats + 1):  # the first warms up
@@ -71,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--invariant", action="store_true", help="engine.invariant=true")
     for name, value in (("groups", 4), ("siblings", 8), ("prompt", 41), ("new", 64), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     asyncio.run(measure(parser.parse_args()))

@@ -12,9 +12,9 @@ from croze.loop import build
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 
 
-def declared(model: Path, dtype: str, rows: int = 32) -> cz.Run:
+def declared(model: Path, dtype: str, rows: int = 32, *, invariant: bool = False) -> cz.Run:
     """A run of ``model`` on one thread; its tasks and reward are never used."""
-    options = cz.EngineOptions(dtype=DTYPES[dtype], threads=1, max_rows=rows)
+    options = cz.EngineOptions(dtype=DTYPES[dtype], threads=1, max_rows=rows, invariant=invariant)
     return cz.Run(model=str(model), tasks=[{"prompt": "unused"}], reward=unused, engine=options)
 
 

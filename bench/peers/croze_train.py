@@ -42,10 +42,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=DTYPES, required=True)
+    parser.add_argument("--invariant", action="store_true", help="engine.invariant=true")
     for name, value in (("samples", 4), ("tokens", 128), ("steps", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     args = parser.parse_args()
-    run = declared(args.model, args.dtype)
+    run = declared(args.model, args.dtype, invariant=args.invariant)
     model = build_model(run)
     trainer = build_trainer(run, model, build(run.algo, run.sampling))
     model.thread.run_now(measure, args, trainer)

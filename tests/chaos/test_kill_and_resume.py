@@ -264,18 +264,24 @@ def test_a_broken_checkpoint_falls_back(ward: Ward, harm: str) -> None:
     else:
         shutil.rmtree(newest)
     (told,) = [e for e in ward.resumed(name, PLAIN) if e["event"] == "resume"]
-    assert told["step"] == 4 and [b["checkpoint"] for b in told["broken"]] == ["step_000005"] * (harm != "gone")
+    assert told["step"] == 4 and [b["checkpoint"] for b in told["broken"]] == ["step_000005"] * (
+        harm != "gone"
+    )
 
 
 def test_a_broken_one_does_not_count_among_those_kept(ward: Ward) -> None:
     """With one kept, the newest broken and the run killed again: the older one is what is left, and is used."""
     words, name = ("loop.keep=1", "loop.checkpoint_every=1"), ward.new()
     settled = Strike(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=4)
-    ward.killed("train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1", "loop.keep=2", strike=settled)
+    ward.killed(
+        "train", "task.py", f"run.dir={name}", "loop.checkpoint_every=1", "loop.keep=2", strike=settled
+    )
     config = ward.folder / name / "config.json"
     config.write_text(config.read_text().replace('"loop.keep": 2', '"loop.keep": 1'))
     (newest,) = (ward.folder / name / "checkpoints").glob("step_000003/trainer/trainer.json")
     newest.write_bytes(b"{}")
-    ward.killed("resume", name, strike=Strike(when="after", at="croze.loop.ledger:SqliteLedger.finish", nth=3))
+    ward.killed(
+        "resume", name, strike=Strike(when="after", at="croze.loop.ledger:SqliteLedger.finish", nth=3)
+    )
     (told,) = [e for e in ward.resumed(name, words) if e["event"] == "resume"]
     assert told["step"] == 2

@@ -54,7 +54,13 @@ def command_lines() -> Iterator[str]:
 
 def traces() -> set[str]:
     """Names that croze gives to what would outlive a process."""
-    places = ("/dev/shm", "/sys/fs/cgroup", "/sys/fs/cgroup/memory", "/sys/fs/cgroup/pids", "/sys/fs/cgroup/cpu")
+    places = (
+        "/dev/shm",
+        "/sys/fs/cgroup",
+        "/sys/fs/cgroup/memory",
+        "/sys/fs/cgroup/pids",
+        "/sys/fs/cgroup/cpu",
+    )
     return {f"{p}/{name}" for p in places if os.path.isdir(p) for name in os.listdir(p) if "croze" in name}
 
 
@@ -83,5 +89,7 @@ def test_nothing_is_left(nursery, driver, how, tmp_path):
             process.signal(signal.SIGINT, group=True)
         code = 4
     assert process.wait() == code, process.tail()
-    left = gone_within(5, lambda: [*alive(process.mark), *sleeping(), *watching(process.pid), *(traces() - before)])
+    left = gone_within(
+        5, lambda: [*alive(process.mark), *sleeping(), *watching(process.pid), *(traces() - before)]
+    )
     assert left == []

@@ -49,7 +49,7 @@ def trained(tmp_path_factory) -> tuple[Path, list[dict]]:
 
 def test_train_tells_what_is_pinned(trained):
     folder, events = trained
-    assert [e["event"] for e in events] == ["start", "eval", "step", "step", "eval", "done"]
+    assert [e["event"] for e in events] == ["start", "eval", "step", "step", "eval", "save", "done"]
     for step in (e for e in events if e["event"] == "step"):
         assert step.keys() >= STEP_KEYS
         assert step["phase_s"].keys() == {"generate", "reward", "train", "sync", "save"}

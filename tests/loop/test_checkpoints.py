@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from croze.errors import InfraFault
+from croze.errors import CheckpointMismatch, InfraFault
 from croze.loop.checkpoints import MANIFEST, Broken, Checkpoint, Checkpoints, _seal, verify
 
 
@@ -82,7 +82,7 @@ def test_the_manifest_guards_itself(tmp_path):
     assert isinstance(verify(tmp_path / "step_000001"), Broken)
 
 
-@pytest.mark.parametrize("harm", ["missing", "short", "long", "no manifest", "other format"])
+@pytest.mark.parametrize("harm", ["missing", "short", "long", "no manifest"])
 def test_what_is_not_whole_is_told_by_name(tmp_path, harm):
     write(Checkpoints(tmp_path), 1)
     folder = tmp_path / "step_000001"
@@ -95,14 +95,22 @@ def test_what_is_not_whole_is_told_by_name(tmp_path, harm):
         os.truncate(file, 10)
     elif harm == "long":
         file.write_bytes(file.read_bytes() + b"x")
-    elif harm == "no manifest":
-        (folder / MANIFEST).unlink()
     else:
-        (folder / MANIFEST).write_bytes(_seal(msgspec.structs.replace(whole.manifest, format=9)))
+        (folder / MANIFEST).unlink()
     found = verify(folder)
     assert isinstance(found, Broken)
     if harm in ("missing", "short", "long"):
         assert "state.safetensors" in found.why
+
+
+def test_one_of_another_format_is_refused_never_passed_over(tmp_path):
+    write(Checkpoints(tmp_path), 1)
+    whole = verify(tmp_path / "step_000001")
+    assert isinstance(whole, Checkpoint)
+    other = _seal(msgspec.structs.replace(whole.manifest, format=9))
+    (tmp_path / "step_000001" / MANIFEST).write_bytes(other)
+    with pytest.raises(CheckpointMismatch, match="format 9"):
+        Checkpoints(tmp_path).newest()
 
 
 def test_an_error_while_writing_leaves_the_old_ones_and_nothing_else(tmp_path):
@@ -156,8 +164,8 @@ def test_what_a_cut_off_write_left_is_swept(tmp_path):
     partial.mkdir()
     (partial / "x").write_bytes(b"x")
     assert [p.name for p in checkpoints.all()] == ["step_000001"]
-    checkpoints.sweep()
-    assert not partial.exists()
+    checkpoints.go_on_from(1)
+    assert not partial.exists() and checkpoints.newest()[0] is not None
 
 
 def test_a_broken_one_is_replaced_not_overwritten(tmp_path):
@@ -175,6 +183,33 @@ def test_one_that_the_ledger_does_not_reach_is_passed_over(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1)
     write(checkpoints, 2)
-    found, broken = checkpoints.newest(at_most=1)
-    assert found is not None and found.step == 1
-    assert "ledger" in broken[0].why
+    for committed, why in (({1: "id1"}, "ends at step 1"), ({1: "id1", 2: "id9"}, "other weights at step 2")):
+        found, broken = checkpoints.newest(committed)
+        assert found is not None and found.step == 1
+        assert [b.path.name for b in broken] == ["step_000002"] and why in broken[0].why
+    assert checkpoints.newest({})[0] is None
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_passed_over_is_kept_aside_until_a_newer_one_is_whole(tmp_path, keep):
+    checkpoints = Checkpoints(tmp_path, keep=keep + 1)
+    for step in (1, 2, 3):
+        write(checkpoints, step)
+    (tmp_path / "step_000003" / "empty").unlink()
+    checkpoints = Checkpoints(tmp_path, keep=keep)
+    found, _ = checkpoints.newest()
+    assert found is not None and found.step == 2
+    checkpoints.go_on_from(2)
+    assert (tmp_path / ".old_step_000003" / MANIFEST).exists()
+    assert found.path in checkpoints.all() and len(checkpoints.all()) == min(keep, 2)
+    write(checkpoints, 3)
+    assert {p.name for p in tmp_path.iterdir()} == {f"step_00000{s}" for s in (2, 3)[-keep:]}
+
+
+def test_a_removal_that_was_cut_off_is_finished(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        write(checkpoints, step)
+    (tmp_path / "step_000001" / MANIFEST).unlink()
+    checkpoints.go_on_from(2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]

@@ -101,9 +101,16 @@ def test_a_torn_ledger_falls_back_with_it(nursery, whole, half):
 
 
 def test_a_finished_run_is_only_told(whole, nursery):
-    program = "import sys; from croze.cli.main import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    program = "import sys; from croze.cli.main import main; code = main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", f"{program}; sys.exit(code)", "resume", "whole", "--json"],
+        [
+            sys.executable,
+            "-c",
+            f"{program}; assert 'torch' not in sys.modules; sys.exit(code)",
+            "resume",
+            "whole",
+            "--json",
+        ],
         cwd=nursery.folder,
         capture_output=True,
         text=True,
@@ -153,6 +160,8 @@ def test_other_threads_are_told(nursery, half):
     told = [e["message"] for e in process.told("warning") if "threads" in e["message"]]
     assert process.code == 0 and told == ["the run goes on, but not bit for bit: threads was 3, is 1"]
     assert told[0] in (half / "faults.jsonl").read_text()
+    (doubt,) = [e["message"] for e in process.told("warning") if "exact numerics" in e["message"]]
+    assert doubt.startswith("a resume needs") and doubt.endswith("not measured; set engine.self_check=true")
 
 
 def test_a_run_made_in_python(nursery, whole, tmp_path):
@@ -198,7 +207,9 @@ def test_a_broken_checkpoint_falls_back_by_name(nursery, whole, harm, tmp_path):
     (told,) = process.told("resume")
     assert (told["step"], told["again_steps"]) == (4, 1)
     assert [b["checkpoint"] for b in told["broken"]] == ["step_000005"] and told["broken"][0]["why"]
-    (kept,) = [json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines() if "broken" in line]
+    (kept,) = [
+        json.loads(line) for line in (run / "faults.jsonl").read_text().splitlines() if "broken" in line
+    ]
     assert kept["event"] == "broken_checkpoint" and kept["checkpoint"] == "step_000005"
 
 

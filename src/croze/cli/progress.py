@@ -43,7 +43,7 @@ class Lines:
         elif event["event"] == "done":
             self._output.text(_closing(event))
         elif not self._quiet:
-            self._output.text(" ".join(words(event)))
+            self._output.text(told(event))
 
 
 class Table:
@@ -77,7 +77,7 @@ class Table:
         else:
             if event["event"] == "error":
                 self._live.stop()  # it may be the last that this process does: the cursor is to be seen again
-            self._console.print(" ".join(words(event)), markup=False, highlight=False)
+            self._console.print(told(event), markup=False, highlight=False)
 
     def render(self) -> RenderableType:
         """The table of the last steps."""
@@ -105,6 +105,18 @@ class Table:
         for step in self._steps:
             grid.add_row(*(number(step.get(name)) for name in names))
         return grid
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """An event as a person reads it: a warning as an error is, all else as ``words``."""
+    if event["event"] != "warning":
+        return " ".join(words(event))
+    kind = f"[{event['kind']}]" if "kind" in event else ""
+    lines = [f"warning{kind}: {event['message']}"]
+    lines += [
+        f"  {name} {event[key]}" for key, name in (("where", "where:"), ("fix", "do:   ")) if key in event
+    ]
+    return "\n".join(lines)
 
 
 def words(event: Mapping[str, Any]) -> list[str]:

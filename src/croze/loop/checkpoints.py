@@ -50,6 +50,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.bytes for file in self.files.values())
 
 
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """What is saved beside the files: a committed step, its weights' id, the loop's state there."""
+
+    step: int
+    weights_id: str
+    state: dict[str, Any]
+
+
 class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     """manifest.json: the manifest and the blake3 digest of its own bytes."""
 

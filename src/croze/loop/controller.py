@@ -13,13 +13,14 @@ import numpy as np
 from croze.clock import Clock
 from croze.errors import Interrupted, InvariantViolated, RewardFault, TasksError
 from croze.inference.protocol import Engine
+from croze.loop.checkpoints import Cut
 from croze.loop.collect import Collected, Collector, cancel
 from croze.loop.decisions import Committed, Final, Settled
 from croze.loop.evaluation import Evaluation
 from croze.loop.figures import Learned, Timing, step_event, valid_scores
 from croze.loop.learning import Learning
 from croze.loop.ledger import Ledger, StepCommit
-from croze.loop.saving import Cut, Saver
+from croze.loop.saving import Saver
 from croze.loop.signals import Signals
 from croze.loop.stop import Stop, Stopped
 from croze.loop.usage import cpu_seconds, peak_mib
@@ -115,7 +116,8 @@ class Controller:
         """The error, with how to go on where something is trained."""
         if self._cut is None:
             return error
-        fix = f"{error.fix or 'mend it'}; then: croze resume {self.run.dir} --changed"
+        file = self.run.file or "FILE"
+        fix = f"{error.fix or 'mend it'}; then: croze resume {self.run.dir} --changed (croze check {file} reads ahead)"
         return TasksError(error.message, where=error.where, fix=fix)
 
     def cut(self, step: int, weights_id: WeightsId, *, evaluated: bool) -> Cut:
@@ -244,7 +246,7 @@ class Controller:
             )
         self.metrics.write(event)
         if self._cut is not None:
-            self._cut = self.cut(step, self._cut.weights_id, evaluated=True)
+            self._cut = self.cut(step, WeightsId(self._cut.weights_id), evaluated=True)
         self.on_event(event)
         return span
 

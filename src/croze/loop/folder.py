@@ -28,6 +28,9 @@ CONFIG, LOCK, METRICS = "config.json", "lock", "metrics.jsonl"
 LEDGER = "ledger.sqlite"
 BEFORE_THE_FIRST_STEP = (METRICS, "faults.jsonl", LEDGER, f"{LEDGER}-wal", f"{LEDGER}-shm", CONFIG, LOCK)
 """What a run that has done nothing yet has put into its folder, beside an empty trace."""
+_LOST = (
+    "put it back: without it nothing says what the run is; its models in checkpoints/ can be used as they are"
+)
 _PATIENCE_S, _ASK_S = 1.0, 0.01
 """Longest wait for a folder's lock: who was just killed may hold it a moment longer, and so does who asks for it."""
 
@@ -164,11 +167,15 @@ def read_config(path: Path) -> dict[str, Any]:
             "this folder holds no run: it has no config.json", where=str(path), fix="croze ps lists the runs"
         ) from None
     except OSError as error:
-        raise DeclarationError(f"config.json cannot be read: {error.strerror}", where=str(path)) from None
+        raise DeclarationError(
+            f"config.json cannot be read: {error.strerror}",
+            where=str(path),
+            fix="let the user of the run read it",
+        ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DeclarationError(f"config.json cannot be read: {error}", where=str(path)) from None
+        raise DeclarationError(f"config.json cannot be read: {error}", where=str(path), fix=_LOST) from None
     if not isinstance(config, dict) or not {"file", "keys"} <= config.keys():
-        raise DeclarationError("config.json does not declare a run", where=str(path))
+        raise DeclarationError("config.json does not declare a run", where=str(path), fix=_LOST)
     return config
 
 

@@ -161,7 +161,7 @@ def _execute(file: Path) -> ModuleType:
             raise _failed(file, error, module) from error
         raise DeclarationError(f"the file cannot be read: {error.strerror}", where=str(file)) from None
     except SyntaxError as error:
-        if error.filename != str(file):
+        if error.filename not in (None, str(file)):
             raise _failed(file, error, module) from error
         where = f"{file}:{error.lineno}" if error.lineno else str(file)
         raise DeclarationError(
@@ -234,4 +234,6 @@ def _line(file: Path, error: BaseException) -> str:
 
 
 def _caret(error: SyntaxError) -> str:
-    return f"look at: {error.text.strip()}" if error.text else "a task file is Python, saved as UTF-8 text"
+    if error.text and "codec" not in error.msg:
+        return f"look at: {error.text.strip()}"
+    return "a task file is Python, saved as UTF-8 text"

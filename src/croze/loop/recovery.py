@@ -11,13 +11,11 @@ import msgspec
 
 from croze.env.tasks import as_tasks
 from croze.errors import UsageError
-from croze.loop.checkpoints import Broken, Checkpoint, Checkpoints
+from croze.loop.checkpoints import Broken, Checkpoint, Checkpoints, Cut
 from croze.loop.folder import RunFolder, file_digest
 from croze.loop.ledger import Ledger, Resumed
-from croze.loop.saving import Cut
 from croze.run import Run
 from croze.trace import marks
-from croze.types import WeightsId
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +35,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
         if self.checkpoint is None:
             return None
         manifest = self.checkpoint.manifest
-        return Cut(step=manifest.step, weights_id=WeightsId(manifest.weights_id), state=manifest.state)
+        return Cut(step=manifest.step, weights_id=manifest.weights_id, state=manifest.state)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -7,25 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from croze.clock import Clock
 from croze.errors import InfraFault
-from croze.loop.checkpoints import Checkpoints, Manifest
+from croze.loop.checkpoints import Checkpoints, Cut, Manifest
 from croze.train.protocol import Snapshot, Trainer
-from croze.types import WeightsId
 
 OnEvent = Callable[[dict[str, Any]], None]
 Named = tuple[str, Any]
 """A tensor and its name."""
-
-
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed step, the id of its weights, and what else is cut there."""
-
-    step: int
-    weights_id: WeightsId
-    state: dict[str, Any]
 
 
 class Saver:
@@ -36,15 +25,18 @@ class Saver:
         checkpoints: Checkpoints,
         trainer: Trainer,
         write_model: Callable[[list[Named], Path], None],
+        keep_files: Callable[[], None],
         *,
         every: int,
         clock: Clock,
         on_event: OnEvent,
         saved: Manifest | None = None,
     ) -> None:
-        """``write_model`` writes exported tensors as a model that others load, into a folder it makes. ``every``:
-        steps between checkpoints, 0: none before the end. ``saved``: the checkpoint the run went on from."""
-        self._checkpoints, self._trainer, self._write_model = checkpoints, trainer, write_model
+        """``write_model`` writes exported tensors as a model that others load, into a folder it makes; ``keep_files``
+        brings onto the disk what else a checkpoint counts on. ``every``: steps between checkpoints, 0: none before
+        the end. ``saved``: the checkpoint the run went on from."""
+        self._checkpoints, self._trainer = checkpoints, trainer
+        self._write_model, self._keep_files = write_model, keep_files
         self._every, self._clock, self._on_event = every, clock, on_event
         self._job: asyncio.Task[None] | None = None
         self._saved, self._fault = saved, None
@@ -105,6 +97,7 @@ class Saver:
         def fill(folder: Path) -> None:
             snapshot.write(folder / "trainer")  # first: the next optimizer step waits for it
             self._write_model(exported, folder / "model")
+            self._keep_files()
 
         expected = self._saved.bytes if self._saved else 0
         return self._checkpoints.write(cut.step, cut.weights_id, cut.state, fill, expected=expected)

@@ -34,6 +34,7 @@ from croze.models.weights import ModelWeights
 from croze.reward.judge import Judge
 from croze.run import Run
 from croze.sync.identity import Identity
+from croze.trace import marks
 from croze.trace.metrics import JsonLines
 from croze.trace.recorder import Recorder
 from croze.train import algorithms
@@ -200,6 +201,7 @@ class Training:
             checkpoints,
             trainer,
             lambda tensors, folder: save_model(tensors, model.files, folder, lora=weights.lora),
+            lambda: marks.keep(self.path),
             every=self.run.loop.checkpoint_every,
             clock=self.clock,
             on_event=tell,

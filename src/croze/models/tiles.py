@@ -8,6 +8,7 @@ belong to a whole batch anyway.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 ALIGNED = 64
 """Bytes: where every operand begins. Libraries treat operands at other places differently."""
+LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,11 @@ def _query_tiles(x: torch.Tensor, width: int, tiles: Tiles) -> torch.Tensor:
     """x [N, m, <= width] as [products, queries, width], padded to whole tiles and whole calls."""
     count, m, given = x.shape
     each = -(-m // tiles.queries)
-    out = x.new_zeros(_whole(count * each, tiles.products), tiles.queries, width)
+    products = _whole(count * each, tiles.products)
+    blank = (
+        x.new_empty if (count * each, each * tiles.queries, width) == (products, m, given) else x.new_zeros
+    )
+    out = blank(products, tiles.queries, width)
     out[: count * each].view(count, each * tiles.queries, width)[:, :m, :given] = x
     return out
 
@@ -119,7 +125,8 @@ def _key_tiles(x: torch.Tensor, products: int, queries: torch.Tensor, tiles: Til
     """x [N, <= keys, D] as [products, keys, D], once for each tile of its queries [N, m, ...]."""
     count, given, width = x.shape
     each = -(-queries.shape[1] // tiles.queries)
-    out = x.new_zeros(products, tiles.keys, width)
+    blank = x.new_empty if (count * each, tiles.keys) == (products, given) else x.new_zeros
+    out = blank(products, tiles.keys, width)
     out[: count * each].view(count, each, tiles.keys, width)[:, :, :given] = x[:, None]
     return out
 
@@ -144,7 +151,9 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keys: int) -> torch.Tensor:
         wide = x.float()
-        risen = (wide - wide.amax(-1, keepdim=True)).exp_()
+        risen = (
+            (wide - wide.amax(-1, keepdim=True)).mul_(LOG2_E).exp2_()
+        )  # exp takes 30 times as long to reach 0
         by_tile = risen.unflatten(-1, (-1, keys)).sum(-1)
         total = by_tile[..., 0]
         for tile in range(1, by_tile.shape[-1]):

@@ -15,29 +15,38 @@ WAIT_S = 60.0
 
 
 class BareProcess:
-    """Starts measuring when made, so that other work can go on meanwhile; ``bytes`` waits for the answer."""
+    """Starts measuring when made, so that other work can go on meanwhile; ``size`` waits for the answer.
 
-    def __init__(self, files: ModelFiles | None) -> None:
-        words = [str(files.path)] if files is not None else []
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", __name__, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    ``files``: of a model whose tokenizer is to be loaded. The same is measured once in a process.
+    """
 
-    def bytes(self) -> int:
-        try:
-            told, _ = self.child.communicate(timeout=WAIT_S)
-        except subprocess.TimeoutExpired:
-            self.close()
-            return ASSUMED
-        return int(told) if self.child.returncode == 0 else ASSUMED
+    def __init__(self, files: ModelFiles | None = None) -> None:
+        self._words = (str(files.path),) if files is not None else ()
+        self.child: subprocess.Popen[bytes] | None = None
+        if self._words not in _measured:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", __name__, *self._words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def size(self) -> int:
+        """Resident bytes; ASSUMED where no answer came."""
+        if self.child is not None and self._words not in _measured:
+            try:
+                told, _ = self.child.communicate(timeout=WAIT_S)
+            except subprocess.TimeoutExpired:
+                return ASSUMED
+            if self.child.returncode != 0:
+                return ASSUMED
+            _measured[self._words] = int(told)
+        return _measured[self._words]
 
     def close(self) -> None:
         """End the child if it still runs."""
-        if self.child.returncode is None:
+        if self.child is not None and self.child.poll() is None:
             self.child.kill()
             self.child.communicate()
 
@@ -46,6 +55,9 @@ class BareProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_measured: dict[tuple[str, ...], int] = {}
 
 
 def main(words: list[str]) -> None:

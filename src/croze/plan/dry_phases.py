@@ -126,10 +126,8 @@ class _DryRun:
         for sequence in core.scheduler.live:  # the last token's decoding is the largest
             sequence.suffix[:] = [0] * max(1, shape.reply - 1)
         core.step()
-        core.scheduler.waiting.clear()
-        for sequence in core.scheduler.live:
-            sequence.finish = "length"
-        core.scheduler.settle()
+        for g in range(groups):
+            core.abort(str(g))
 
     def train(self) -> None:
         """Log-probs that the algorithm divides by, then gradients of the largest optimizer batch."""
@@ -138,7 +136,9 @@ class _DryRun:
             trainer.logprobs(samples)
         if trainer.algorithm.needs_reference:
             trainer.reference_logprobs(samples)
-        if not whole:  # a middle micro-batch is the largest: gradients are there, and the forward's weights still
+        if (
+            not whole
+        ):  # a middle micro-batch is the largest: gradients are there, and the forward's weights still
             trainer.forward_backward(Batch(step=1, samples=(self._sample(0, 0, 1),)))
             trainer.publish(WeightsId("first"))
             self._name_parts()

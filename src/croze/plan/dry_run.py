@@ -50,7 +50,8 @@ class Peak:
 
 
 class Ledger(TorchDispatchMode):
-    """Live storages of ``device`` while it is entered: give them a part by ``name``; ``watch``, and ask for the ``peak``."""
+    """Live storages of ``device`` while it is entered: ``name`` says what they are for, ``peak`` what was most since
+    ``watch``."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()

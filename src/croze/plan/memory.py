@@ -23,7 +23,7 @@ HOLES = {"passing": 0.35, "lasting": 0.1}
 """Share by which glibc's heap outgrows the tensors in it, the activations among them and the rest: holes that no
 tensor fits into. Fitted to 19 runs of models with 20 to 100 million parameters, which differ by themselves by 4 %."""
 PASSING = ("activations", "head")
-REWARD_WORKER = 60 << 20
+REWARD_WORKER = 40 << 20
 """A reward worker whose file imports little."""
 
 
@@ -67,8 +67,10 @@ def estimate(
         shape = _shape(run, arch, prompt_tokens, reply_tokens)
         device, found = phases(run, arch, shape)
         process = _process(run, bare) if device == "cpu" else 0
-    totals = {name: process + peak.nbytes + _holes(peak, device) for name, peak in found.items()}
-    when = max(totals, key=totals.__getitem__)
+    totals: dict[Phase, int] = {
+        name: process + peak.nbytes + _holes(peak, device) for name, peak in found.items()
+    }
+    when = max(totals, key=lambda name: totals[name])
     parts = {"process": process, **found[when].parts, "allocator": _holes(found[when], device)}
     return MemoryEstimate(
         peak=totals[when],
@@ -95,7 +97,7 @@ def _shape(run: Run, arch: Architecture, prompt: int, reply: int | None) -> Shap
 
 def _process(run: Run, bare: BareProcess) -> int:
     checked = run.engine.self_check and run.engine.attention != "sdpa"
-    return bare.bytes() + WARM + (CHECKED if checked else 0)
+    return bare.size() + WARM + (CHECKED if checked else 0)
 
 
 def _holes(peak: Peak, device: str) -> int:

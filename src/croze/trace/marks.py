@@ -20,6 +20,16 @@ def mark(run_dir: Path) -> dict[str, int]:
     return {file.relative_to(run_dir).as_posix(): file.stat().st_size for file in _growing(run_dir)}
 
 
+def keep(run_dir: Path) -> None:
+    """Bring every growing file onto the disk: a mark that outlives a loss of power needs what lies before it."""
+    for file in _growing(run_dir):
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def cut(run_dir: Path, marks: Mapping[str, int]) -> int:
     """Cut every growing file back to its mark, and remove those that have none; bytes cut in all.
 

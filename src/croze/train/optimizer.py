@@ -80,7 +80,7 @@ class AdamW:
             lr=optim.lr,
             betas=optim.betas,
             eps=optim.eps,
-            fused=not all(m.is_meta for m in masters.values()),
+            fused=not all(m.is_meta for m in masters.values()),  # a dry run (plan) has no fused kernel
         )
         for master in masters.values():
             self._adamw.state[master] = {
