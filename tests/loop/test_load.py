@@ -172,7 +172,7 @@ def test_folders_that_are_no_run(write, tmp_path):
         load_trained(tmp_path / "a")
     for text in ("{", "[]", "{}"):
         (tmp_path / "a" / "config.json").write_text(text)
-        with pytest.raises(DeclarationError, match="cannot be read|does not declare"):
+        with pytest.raises(DeclarationError, match=r"cannot be read|does not declare"):
             load_trained(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text('{"file": "", "keys": {}}')
     with pytest.raises(DeclarationError, match="in Python"):

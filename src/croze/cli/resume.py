@@ -15,7 +15,9 @@ from croze.loop.load import find_run_folder
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder, or the beginning of its name under runs/")
     parser.add_argument(
-        "--changed", action="store_true", help="go on although the task file, or its tasks, are not what they were"
+        "--changed",
+        action="store_true",
+        help="go on although the task file, or its tasks, are not what they were",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print only the end")
 
