@@ -256,3 +256,15 @@ def test_nothing_is_looked_up_before_it_is_wanted():
     loaded = "import croze, croze.run, croze.plugins, sys; print('importlib.metadata' in sys.modules)"
     done = bare_python(SOURCE, loaded)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (RuntimeError("a memory of something"), False),
+    ],
+)
+def test_memory_that_is_wanting_is_no_fault_of_a_plugin(error: Exception, is_memory: bool) -> None:
+    assert plugins._out_of_memory(error) is is_memory

@@ -64,40 +64,43 @@ ONE_MORE = tensors(lambda w: w.update(other=torch.ones(3)))
 ADAPTER = both(gone(CONFIG), text("adapter_config.json", "{}"))
 PICKLED = both(gone(WEIGHTS), text("pytorch_model.bin", "x"))
 
-DAMAGED: dict[str, tuple[Edit, str, str, str]] = {
-    "no config": (gone(CONFIG), "no config.json", "", "a model is config.json"),
-    "broken config": (text(CONFIG, "{"), "config.json cannot be read", CONFIG, "download"),
-    "config of no object": (text(CONFIG, "[]"), "not a JSON object", CONFIG, "download"),
-    "no model type": (config(model_type=None), "model_type", CONFIG, "download"),
-    "no size": (config(hidden_size=None), "hidden_size", CONFIG, "download"),
-    "size of text": (config(hidden_size="x"), "no number", CONFIG, "download"),
-    "no layers": (config(num_hidden_layers=0), "layers 0", CONFIG, "download"),
-    "layers too many": (config(num_hidden_layers=99), "tensors are missing", "", "a shard missing"),
-    "no weights": (gone(WEIGHTS), "no model.safetensors", "", "download"),
-    "a shard missing": (SHARDED, "no model-00001-of-00002", "", "download"),
-    "weights cut off": (cut(-1000), "is damaged", WEIGHTS, "download"),
-    "weights of 3 bytes": (cut(3), "header is cut off", WEIGHTS, "download"),
-    "garbage weights": (text(WEIGHTS, "garbage " * 1000), "is damaged", WEIGHTS, "download"),
-    "nan": (NAN, f"{DOWN!r} holds numbers that are not finite", WEIGHTS, "save the model again"),
-    "inf": (INF, f"{NORM!r} holds numbers that are not finite", WEIGHTS, "save the model again"),
-    "wrong shape": (SHORTER, "has shape (127,), config.json says (128,)", "", "is config.json of this model"),
-    "a tensor missing": (tensors(lambda w: w.pop(NORM)), f"missing, e.g. {NORM!r}", "", "a shard missing"),
-    "a tensor too many": (ONE_MORE, "unexpected tensor 'other'", "", "is config.json of this model"),
-    "whole numbers": (WHOLE_NUMBERS, "not floating point", "", "unquantised"),
-    "no tokenizer": (gone(TOKENIZER), "no tokenizer files", "", "save the tokenizer"),
-    "broken tokenizer": (text(TOKENIZER, "{"), "not a character tokenizer", TOKENIZER, "save it again"),
-    "an adapter": (ADAPTER, "no config.json", "", "merge it"),
-    "pickled": (PICKLED, "no model.safetensors", "", "only safetensors"),
+DAMAGED: dict[str, tuple[Edit, tuple[str, str, str]]] = {
+    "no config": (gone(CONFIG), ("no config.json", "", "a model is config.json")),
+    "broken config": (text(CONFIG, "{"), ("config.json cannot be read", CONFIG, "download")),
+    "config of no object": (text(CONFIG, "[]"), ("not a JSON object", CONFIG, "download")),
+    "no model type": (config(model_type=None), ("model_type", CONFIG, "download")),
+    "no size": (config(hidden_size=None), ("hidden_size", CONFIG, "download")),
+    "size of text": (config(hidden_size="x"), ("no number", CONFIG, "download")),
+    "no layers": (config(num_hidden_layers=0), ("layers 0", CONFIG, "download")),
+    "layers too many": (config(num_hidden_layers=99), ("tensors are missing", "", "a shard missing")),
+    "no weights": (gone(WEIGHTS), ("no model.safetensors", "", "download")),
+    "a shard missing": (SHARDED, ("no model-00001-of-00002", "", "download")),
+    "weights cut off": (cut(-1000), ("is damaged", WEIGHTS, "download")),
+    "weights of 3 bytes": (cut(3), ("header is cut off", WEIGHTS, "download")),
+    "garbage weights": (text(WEIGHTS, "garbage " * 1000), ("is damaged", WEIGHTS, "download")),
+    "nan": (NAN, (f"{DOWN!r} holds numbers that are not finite", WEIGHTS, "save the model again")),
+    "inf": (INF, (f"{NORM!r} holds numbers that are not finite", WEIGHTS, "save the model again")),
+    "wrong shape": (
+        SHORTER,
+        ("has shape (127,), config.json says (128,)", "", "is config.json of this model"),
+    ),
+    "a tensor missing": (tensors(lambda w: w.pop(NORM)), (f"missing, e.g. {NORM!r}", "", "a shard missing")),
+    "a tensor too many": (ONE_MORE, ("unexpected tensor 'other'", "", "is config.json of this model")),
+    "whole numbers": (WHOLE_NUMBERS, ("not floating point", "", "unquantised")),
+    "no tokenizer": (gone(TOKENIZER), ("no tokenizer files", "", "save the tokenizer")),
+    "broken tokenizer": (text(TOKENIZER, "{"), ("not a character tokenizer", TOKENIZER, "save it again")),
+    "an adapter": (ADAPTER, ("no config.json", "", "merge it")),
+    "pickled": (PICKLED, ("no model.safetensors", "", "only safetensors")),
 }
-UNSUPPORTED: dict[str, tuple[Edit, str, str, str]] = {
-    "architecture": (config(model_type="mamba"), "'mamba'", CONFIG, "Llama"),
-    "own code": (OWN_CODE, "'mine'", CONFIG, "Llama"),
-    "activation": (config(hidden_act="relu"), "'relu'", CONFIG, "another"),
-    "quantised": (config(quantization_config={"bits": 4}), "quantised", CONFIG, "unquantised"),
+UNSUPPORTED: dict[str, tuple[Edit, tuple[str, str, str]]] = {
+    "architecture": (config(model_type="mamba"), ("'mamba'", CONFIG, "Llama")),
+    "own code": (OWN_CODE, ("'mine'", CONFIG, "Llama")),
+    "activation": (config(hidden_act="relu"), ("'relu'", CONFIG, "another")),
+    "quantised": (config(quantization_config={"bits": 4}), ("quantised", CONFIG, "unquantised")),
 }
 BAD = {
-    **{name: (edit, Wrong("model", *said)) for name, (edit, *said) in DAMAGED.items()},
-    **{name: (edit, Wrong("model.unsupported", *said)) for name, (edit, *said) in UNSUPPORTED.items()},
+    **{name: (edit, Wrong("model", *said)) for name, (edit, said) in DAMAGED.items()},
+    **{name: (edit, Wrong("model.unsupported", *said)) for name, (edit, said) in UNSUPPORTED.items()},
 }
 
 

@@ -62,9 +62,9 @@ AT_ONCE = {**{name: (source(name), *said) for name, said in SOURCES.items()}, **
 
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_refused_before_the_first_token(tmp_path: Path, name: str):
-    text, *said = AT_ONCE[name]
+    text, what, where, fix = AT_ONCE[name]
     answer = train(tmp_path, text)
-    hold(answer, Wrong("tasks", *said))
+    hold(answer, Wrong("tasks", what, where, fix))
     assert answer.left == [] and len(answer.events) == 1
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import croze as cz
 from croze.loop.signals import CUT, PATIENCE, Evidence, Signals, evidence, together
-from croze.types import Outcome, Rollout, Task
+from croze.types import Finish, Outcome, Rollout, Task
 
 
 def right(reply):
@@ -125,7 +125,7 @@ def test_where_to_look():
     assert "runs/x/faults.jsonl" in warned(RUN, like(scored=0)).fix
 
 
-def rollout(group: int, reply: str, score: float | None, finish="stop") -> Rollout:
+def rollout(group: int, reply: str, score: float | None, finish: Finish = "stop") -> Rollout:
     outcome = Outcome(valid=False) if score is None else Outcome(score=score)
     nothing = np.zeros(0)
     return Rollout(

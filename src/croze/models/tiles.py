@@ -45,7 +45,9 @@ def linear(x: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], row
     parts = []
     for start in range(0, max(count, 1), rows):
         part = x[start : start + rows]
-        parts.append(product(_aligned(F.pad(part, (0, 0, 0, rows - part.shape[0])))))
+        if part.shape[0] < rows:
+            part = F.pad(part, (0, 0, 0, rows - part.shape[0]))
+        parts.append(product(_aligned(part)))
     y = parts[0] if len(parts) == 1 else torch.cat(parts)
     return y[:count]
 
