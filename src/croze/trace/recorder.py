@@ -133,7 +133,8 @@ class Span(msgspec.Struct, kw_only=True):
 class Recorder:
     """The trace of one run, appended under ``folder``; rows reach its files at ``flush`` (once a step).
 
-    Span ids are unique over all recorders that ever wrote to the folder. Used from one thread.
+    Span ids are unique over all recorders that ever wrote to the folder. Used from one thread. Where nothing can be
+    written any more ``flush`` raises InfraFault, and the run ends and can be resumed: a trace is whole or cut.
     """
 
     def __init__(
