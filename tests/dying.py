@@ -160,6 +160,12 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def start(self, *words: str, strike: Strike | None = None, cwd: Path | None = None) -> Process:
         """``croze WORDS --json`` in a session of its own."""
         self._number += 1

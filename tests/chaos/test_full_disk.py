@@ -26,9 +26,8 @@ EVERY = "loop.checkpoint_every=1"
 def nursery(tmp_path_factory) -> Iterator[Nursery]:
     folder = tmp_path_factory.mktemp("full")
     (folder / "task.py").write_text(TASK)
-    made = Nursery(folder)
-    yield made
-    made.close()
+    with Nursery(folder) as made:
+        yield made
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from croze.cli.keys import describe_keys
 from croze.errors import ConfigError
 from croze.trace.recorder import Recorder
 from croze.types import Outcome, Rollout, Task, Turn, WeightsId, WeightsSpan
+from traces import add_span
 
 CROZE = [sys.executable, "-m", "croze.cli.main"]
 
@@ -59,7 +60,7 @@ def make_rollout(group: int, member: int, reply: str, prompt="1+1") -> Rollout:
 def run_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "calc-1"
     with Recorder(folder / "trace") as recorder:
-        recorder.add_span("decode", 0.0, 1.0, step=1)
+        add_span(recorder, "decode", 0.0, 1.0, step=1)
         for group in range(15):
             for member in range(2):
                 recorder.rollout(make_rollout(group, member, f"reply {group}"), pieces=["a", "b", "\n", "d"])

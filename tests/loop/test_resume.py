@@ -24,9 +24,8 @@ SETTLED = Strike(when="after", at="croze.loop.ledger:SqliteLedger.settle", nth=3
 def nursery(tmp_path_factory) -> Iterator[Nursery]:
     folder = tmp_path_factory.mktemp("resume")
     (folder / "task.py").write_text(TASK)
-    made = Nursery(folder)
-    yield made
-    made.close()
+    with Nursery(folder) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from croze.trace.reader import TraceReader
 from croze.trace.recorder import Recorder, RolloutRow
 from croze.trace.tables import read_table, table_files
 from croze.types import Outcome, Rollout, Task, Turn, WeightsId, WeightsSpan
+from traces import add_span
 
 
 def make_rollout(group: int = 0, member: int = 0, *, step: int = 1, generated: int = 4, **changes) -> Rollout:
@@ -58,8 +59,8 @@ def test_what_is_recorded_is_read(tmp_path):
         with recorder.span("decode", step=1, rollout_id="g0.0.0", role="engine") as decode:
             decode.work(tokens=4, concurrency=2.5)
             decode.work(tokens=3)
-        train = recorder.add_span(
-            "train", 101.0, 103.0, enabler=decode, enabler_type="data", step=1, requested=100.5
+        train = add_span(
+            recorder, "train", 101.0, 103.0, enabler=decode, enabler_type="data", step=1, requested=100.5
         )
         train.work(tokens=7, rollouts=1)
         pieces = ["a", "b", "c", "d", "e", "f", "g"]
@@ -153,7 +154,7 @@ def test_a_resumed_run_appends_with_new_span_ids(tmp_path):
     ids = []
     for _ in range(3):
         with Recorder(tmp_path / "trace") as recorder:
-            ids += [recorder.add_span("train", 0, 1).span_id for _ in range(5)]
+            ids += [add_span(recorder, "train", 0, 1).span_id for _ in range(5)]
     assert len(set(ids)) == 15
     found = read_table(tmp_path / "trace" / "spans", "spans")["span_id"].to_pylist()
     assert found == ids
@@ -164,7 +165,7 @@ def test_a_large_file_rolls_over(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROLL_BYTES", 2_000)
     with Recorder(tmp_path / "trace") as recorder:
         for step in range(20):
-            recorder.add_span("train", step, step + 1, step=step)
+            add_span(recorder, "train", step, step + 1, step=step)
             recorder.flush()
     assert len(table_files(tmp_path / "trace" / "spans")) > 1
     assert read_table(tmp_path / "trace" / "spans", "spans")["step"].to_pylist() == list(range(20))
@@ -177,7 +178,7 @@ def three_steps(tmp_path_factory):
     recorder = Recorder(folder)
     sizes: dict[str, list[int]] = {table: [] for table in tables.TABLES}
     for step in (1, 2, 3):
-        recorder.add_span("train", 0, 1, step=step)
+        add_span(recorder, "train", 0, 1, step=step)
         recorder.rollout(make_rollout(step, step=step), pieces=list("abcdefg"))
         recorder.flush()
         for table in tables.TABLES:
@@ -218,7 +219,7 @@ def test_a_killed_run_leaves_a_readable_trace(tmp_path):
         from croze.trace.recorder import Recorder
         recorder = Recorder(Path(sys.argv[1]) / "trace")
         for step in range(10**6):
-            recorder.add_span("train", 0, 1, step=step)
+            recorder.end(recorder.begin("train", step=step))
             recorder.flush()
             print(step, flush=True)
     """)
@@ -234,7 +235,7 @@ def test_a_killed_run_leaves_a_readable_trace(tmp_path):
     steps = read_table(tmp_path / "trace" / "spans", "spans")["step"].to_pylist()
     assert steps == list(range(len(steps))) and len(steps) > said
     with Recorder(tmp_path / "trace") as recorder:
-        recorder.add_span("train", 0, 1, step=-1)
+        add_span(recorder, "train", 0, 1, step=-1)
     assert read_table(tmp_path / "trace" / "spans", "spans")["step"].to_pylist() == [*steps, -1]
 
 
@@ -326,7 +327,7 @@ def test_work_that_overlaps_a_flush_counts_on_both_sides(tmp_path):
 
 def test_two_recorders_never_share_a_file(tmp_path):
     with Recorder(tmp_path / "trace") as one, Recorder(tmp_path / "trace") as other:
-        ids = {one.add_span("train", 0, 1).span_id, other.add_span("sync", 0, 1).span_id}
+        ids = {add_span(one, "train", 0, 1).span_id, add_span(other, "sync", 0, 1).span_id}
     assert len(ids) == 2
     assert sorted(read_table(tmp_path / "trace" / "spans", "spans")["stave"].to_pylist()) == ["sync", "train"]
 

@@ -7,7 +7,6 @@ import platform
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,26 +145,12 @@ def look_at_limits(_: Any, report: Report) -> None:
     report.ok(f"a process may have {', '.join(told)}" if told else "none that matter")
 
 
-def cpu_quota(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+def cpu_quota(proc: Path = Path("/proc"), root: Path = machine.ROOT) -> float | None:
     """Cores' worth of time that the cgroups around this process give it; None without a limit."""
-    found = [quota for folder in _cpu_groups(proc, root) if (quota := _quota(folder)) is not None]
+    found = [
+        quota for _, folder in machine.cgroups("cpu", proc, root) if (quota := _quota(folder)) is not None
+    ]
     return min(found, default=None)
-
-
-def _cpu_groups(proc: Path, root: Path) -> Iterator[Path]:
-    """The cgroups around this process that may limit its time, innermost first."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        homes = [root] if number == "0" else [root / "cpu", root / controllers]
-        for home in homes:
-            inner = home / path.lstrip("/")
-            yield from (p for p in (inner, *inner.parents) if p == home or home in p.parents)
 
 
 def _quota(folder: Path) -> float | None:

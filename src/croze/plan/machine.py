@@ -9,15 +9,39 @@ from pathlib import Path
 
 from croze.run import Run
 
-_ROOT = Path("/sys/fs/cgroup")
+ROOT = Path("/sys/fs/cgroup")
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """Limit and use in bytes, by version of cgroups."""
 
 
-def memory_available(proc: Path = Path("/proc"), root: Path = _ROOT) -> int:
+def memory_available(proc: Path = Path("/proc"), root: Path = ROOT) -> int:
     """Bytes that can be had without swapping: the kernel's estimate, or what a cgroup around us leaves, if less."""
-    left = [room for folder, version in _groups(proc, root) if (room := _room(folder, version)) is not None]
+    left = [
+        room
+        for version, folder in cgroups("memory", proc, root)
+        if (room := _room(folder, version)) is not None
+    ]
     return min([_kernel_estimate(proc), *left])
+
+
+def cgroups(controller: str, proc: Path = Path("/proc"), root: Path = ROOT) -> Iterator[tuple[int, Path]]:
+    """Version and folder of the cgroups around this process that may limit it, innermost first; none where
+    there are no cgroups. A version 1 controller may be mounted under its own name or beside others'."""
+    try:
+        lines = (proc / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            version, homes = 2, [root]
+        elif controller in controllers.split(","):
+            version, homes = 1, list(dict.fromkeys([root / controller, root / controllers]))
+        else:
+            continue
+        for home in homes:
+            inner = home / path.lstrip("/")
+            yield from ((version, p) for p in (inner, *inner.parents) if p == home or home in p.parents)
 
 
 def cores() -> int:
@@ -54,24 +78,6 @@ def _kernel_estimate(proc: Path) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     table = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(table["MemAvailable"].split()[0]) * 1024
-
-
-def _groups(proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """The cgroups around this process that may limit its memory, innermost first, with their version."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "memory" not in controllers.split(","):
-            continue
-        version, home = (2, root) if number == "0" else (1, root / "memory")
-        inner = home / path.lstrip("/")
-        while inner != home and home in inner.parents:
-            yield inner, version
-            inner = inner.parent
-        yield home, version
 
 
 def _room(folder: Path, version: int) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 import numpy as np
@@ -130,6 +130,18 @@ class Span(msgspec.Struct, kw_only=True):
             self.concurrency = concurrency
 
 
+class Begun(TypedDict, total=False):
+    """What is known of a piece of work when it starts. ``requested``: the clock's seconds when it could have started,
+    by default when its enabler ended."""
+
+    enabler: Span | int | None
+    enabler_type: EnablerType | None
+    step: int | None
+    rollout_id: str | None
+    role: str
+    requested: float | None
+
+
 class Recorder:
     """The trace of one run, appended under ``folder``; rows reach its files at ``flush`` (once a step).
 
@@ -168,30 +180,12 @@ class Recorder:
         self._tokens: list[tuple[Rollout, Sequence[str] | None]] = []
 
     @contextmanager
-    def span(
-        self,
-        stave: str,
-        *,
-        enabler: Span | int | None = None,
-        enabler_type: EnablerType | None = None,
-        step: int | None = None,
-        rollout_id: str | None = None,
-        role: str = "controller",
-        requested: float | None = None,
-    ) -> Iterator[Span]:
+    def span(self, stave: str, **how: Unpack[Begun]) -> Iterator[Span]:
         """Time a piece of work of a stave (decode, tool, sandbox, reward, train, sync, save, eval).
 
         Call ``work`` on what it gives. An exception passes through and is noted as not ok.
         """
-        span = self.begin(
-            stave,
-            enabler=enabler,
-            enabler_type=enabler_type,
-            step=step,
-            rollout_id=rollout_id,
-            role=role,
-            requested=requested,
-        )
+        span = self.begin(stave, **how)
         done = False
         try:
             yield span
@@ -199,20 +193,10 @@ class Recorder:
         finally:
             self.end(span, ok=span.ok and done)
 
-    def begin(
-        self,
-        stave: str,
-        *,
-        enabler: Span | int | None = None,
-        enabler_type: EnablerType | None = None,
-        step: int | None = None,
-        rollout_id: str | None = None,
-        role: str = "controller",
-        requested: float | None = None,
-    ) -> Span:
-        """A piece of work starts now; give what this returns to ``end``. ``requested``: when it could have
-        started, by default when its enabler ended."""
-        now = self._clock.now()
+    def begin(self, stave: str, **how: Unpack[Begun]) -> Span:
+        """A piece of work starts now; give what this returns to ``end``."""
+        now, enabler = self._clock.now(), how.get("enabler")
+        requested = how.get("requested")
         if requested is None:
             requested = now
             if isinstance(enabler, Span) and enabler.span_id not in self._open:
@@ -220,13 +204,13 @@ class Recorder:
         span = Span(
             span_id=self._new_id(),
             stave=stave,
-            role=role,
+            role=how.get("role", "controller"),
             t_request=requested,
             t_start=now,
             enabler_span_id=_span_id(enabler),
-            enabler_type=enabler_type,
-            step=step,
-            rollout_id=rollout_id,
+            enabler_type=how.get("enabler_type"),
+            step=how.get("step"),
+            rollout_id=how.get("rollout_id"),
         )
         self._open[span.span_id] = span
         return span
@@ -236,37 +220,6 @@ class Recorder:
         del self._open[span.span_id]
         span.t_end, span.ok = self._clock.now(), ok
         self._spans.append(span)
-
-    def add_span(
-        self,
-        stave: str,
-        start: float,
-        end: float,
-        *,
-        enabler: Span | int | None = None,
-        enabler_type: EnablerType | None = None,
-        step: int | None = None,
-        rollout_id: str | None = None,
-        role: str = "controller",
-        requested: float | None = None,
-        ok: bool = True,
-    ) -> Span:
-        """A span timed elsewhere, in the clock's seconds; call ``work`` on it before the next flush."""
-        span = Span(
-            span_id=self._new_id(),
-            stave=stave,
-            role=role,
-            t_request=requested,
-            t_start=start,
-            t_end=end,
-            enabler_span_id=_span_id(enabler),
-            enabler_type=enabler_type,
-            step=step,
-            rollout_id=rollout_id,
-            ok=ok,
-        )
-        self._spans.append(span)
-        return span
 
     def rollout(
         self,
