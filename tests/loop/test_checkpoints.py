@@ -213,3 +213,11 @@ def test_a_removal_that_was_cut_off_is_finished(tmp_path):
     (tmp_path / "step_000001" / MANIFEST).unlink()
     checkpoints.go_on_from(2)
     assert [p.name for p in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_steps_are_ordered_by_number(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=0)
+    for step in (999_999, 1_000_000):
+        write(checkpoints, step)
+    found, _ = checkpoints.newest()
+    assert found is not None and found.step == 1_000_000

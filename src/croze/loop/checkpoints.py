@@ -162,7 +162,7 @@ class Checkpoints:
         self._keep_newest()
 
     def _folders(self) -> list[Path]:
-        return sorted(p for p in self.folder.glob("step_*") if _step_of(p) >= 0)
+        return sorted((p for p in self.folder.glob("step_*") if _step_of(p) >= 0), key=_step_of)
 
     def _need(self, expected: int) -> None:
         disk = shutil.disk_usage(self.folder)

@@ -39,9 +39,8 @@ class Saver:
         self._write_model, self._keep_files = write_model, keep_files
         self._every, self._clock, self._on_event = every, clock, on_event
         self._job: asyncio.Task[None] | None = None
-        self._saved, self._fault = saved, None
-
-    _fault: InfraFault | None
+        self._saved = saved
+        self._fault: InfraFault | None = None
 
     def due(self, step: int) -> bool:
         """Whether the state after ``step`` is to be saved."""
