@@ -29,4 +29,5 @@ async def engine_of(run: cz.Run) -> tuple[TorchEngine, build.Model]:
     engine = build.build_engine(run, model, weights)
     await engine.prepare(weights.weights_id, ())
     await engine.commit(weights.weights_id)
+    assert isinstance(engine, TorchEngine)
     return engine, model

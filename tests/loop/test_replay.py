@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from croze.cli.main import main
 from croze.errors import CheckFailed, CheckpointMismatch, Interrupted, ModelNotFound, UsageError
 from croze.loop import replay as module
+from croze.loop.folder import numerics_at
 from croze.loop.load import load_run
 from croze.loop.replay import Replayed, replay
 from croze.loop.start import resume, train
@@ -315,16 +316,39 @@ def test_other_arithmetic_is_named_and_near_is_enough(plain: Path, tmp_path: Pat
     folder = tmp_path / "run"
     shutil.copytree(plain, folder)
     config = json.loads((folder / "config.json").read_text())
-    config["numerics"]["torch"] = "2.0.1"
+    config["numerics"][-1]["torch"] = "2.0.1"
     (folder / "config.json").write_text(json.dumps(config))
     same = replay(folder, 2, samples=0)
     assert same.verdict == "exact" and [n.name for n in same.numerics] == ["torch"]
-    config["numerics"]["dtype"] = "bfloat16" if config["numerics"]["dtype"] == "float32" else "float32"
+    config["numerics"][-1]["dtype"] = (
+        "bfloat16" if config["numerics"][-1]["dtype"] == "float32" else "float32"
+    )
     (folder / "config.json").write_text(json.dumps(config))
     found = replay(folder, 2, samples=0)
     assert found.verdict == "close" and {n.name for n in found.numerics} >= {"torch", "recipe"}
     assert "torch 2.0.1" in " ".join(found.causes)
     assert "weights_id" in {f.name for f in found.figures if not f.equal}
+
+
+def test_arithmetic_that_is_not_exact_is_named(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["keys"]["engine.self_check"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for event in lines:
+        event["grad_norm"] *= 1.001
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in lines))
+    found = replay(folder, 2, samples=0)
+    assert found.verdict == "close"
+    assert any(c.startswith("a replay needs exact") and "engine.self_check=true" in c for c in found.causes)
+
+
+def test_each_step_has_the_arithmetic_it_was_computed_with() -> None:
+    config = {"numerics": [{"from_step": 1, "threads": 2}, {"from_step": 5, "threads": 1}]}
+    assert [numerics_at(config, step).get("threads") for step in (1, 4, 5, 9)] == [2, 2, 1, 1]
+    assert numerics_at({}, 3) == {} == numerics_at(config, 0)
 
 
 def test_neither_task_file_nor_model_need_be_where_they_were(tmp_path: Path) -> None:

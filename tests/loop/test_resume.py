@@ -153,7 +153,7 @@ def test_another_task_file_is_refused_unless_allowed(nursery, whole, half):
 
 def test_other_threads_are_told(nursery, half):
     config = json.loads((half / "config.json").read_text())
-    config["numerics"]["threads"] = 3
+    config["numerics"][-1]["threads"] = 3
     (half / "config.json").write_text(json.dumps(config))
     process = nursery.run("resume", str(half))
     told = [e["message"] for e in process.told("warning") if "threads" in e["message"]]
@@ -161,6 +161,9 @@ def test_other_threads_are_told(nursery, half):
     assert told[0] in (half / "faults.jsonl").read_text()
     (doubt,) = [e["message"] for e in process.told("warning") if "exact numerics" in e["message"]]
     assert doubt.startswith("a resume needs") and doubt.endswith("not measured; set engine.self_check=true")
+    then, now = json.loads((half / "config.json").read_text())["numerics"]
+    assert (then["from_step"], then["threads"]) == (1, 3) and now["threads"] == 1
+    assert now["from_step"] > 1, "the steps before were computed with three"
 
 
 def test_a_run_made_in_python(nursery, whole, tmp_path):

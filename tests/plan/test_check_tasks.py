@@ -111,7 +111,7 @@ def test_a_prompt_that_leaves_little_room_is_a_warning(tmp_path):
 def test_a_prompt_that_the_model_cannot_read_fails(tmp_path):
     source = [*rows(20), {"prompt": "één+1=", "answer": "2"}]
     found = only(look(a_run(tasks=source), "prompts"), "prompts")
-    assert (found.status, found.kind) == ("fail", "declaration") and "'é'" in found.message
+    assert (found.status, found.kind) == ("fail", "tasks") and "'é'" in found.message
     assert found.where == "row 20 (task 0.20)"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from croze.loop.collect import Collected
 from croze.loop.figures import Timing, step_event
+from croze.loop.folder import numerics_at
 from croze.loop.records import Difference, Records
 from croze.loop.remake import Remade
 from croze.loop.replay import (
@@ -68,13 +69,13 @@ def compared(records: Records, made: Remade, sample: str | None) -> Replayed:
     recorded, learned = made.recorded, made.learned
     figures, numerics = _figures(made), _numerics(records, made)
     differences = [*_weights(records, made), *recorded.odd, *_tokens(made, numerics), *_rollouts(made)]
-    close = _close(figures, differences, numerics)
+    close = _close(figures, differences, other=bool(numerics or made.doubt))
     exact = all(f.equal for f in figures) and not differences
     return Replayed(
         run_dir=str(records.path),
         step=recorded.step,
         verdict="exact" if exact else "close" if close else "differs",
-        causes=[] if exact else _causes(figures, differences, numerics),
+        causes=[] if exact else _causes(made, figures, differences, numerics),
         figures=figures,
         differences=differences,
         numerics=numerics,
@@ -129,7 +130,7 @@ def _same(recorded: Any, replayed: Any) -> bool:
 
 
 def _numerics(records: Records, made: Remade) -> list[Numerics]:
-    then = records.config.get("numerics", {})
+    then = numerics_at(records.config, made.recorded.step)
     return [
         Numerics(name=name, recorded=then.get(name), here=here)
         for name, here in made.numerics.items()
@@ -192,9 +193,9 @@ def _difference(what: str, where: str, recorded: Any, replayed: Any, note: str) 
     return Difference(what=what, where=where, recorded=recorded, replayed=replayed, note=note)
 
 
-def _close(figures: list[Figure], differences: list[Difference], numerics: list[Numerics]) -> bool:
-    """Whether other arithmetic explains what differs."""
-    if not numerics or any(d.what not in ("weights", "max_gap") for d in differences):
+def _close(figures: list[Figure], differences: list[Difference], *, other: bool) -> bool:
+    """Whether ``other`` arithmetic, or arithmetic that is never twice the same, explains what differs."""
+    if not other or any(d.what not in ("weights", "max_gap") for d in differences):
         return False
     for figure in figures:
         if figure.equal or figure.name.startswith("per_token."):
@@ -211,7 +212,9 @@ def _close(figures: list[Figure], differences: list[Difference], numerics: list[
     return True
 
 
-def _causes(figures: list[Figure], differences: list[Difference], numerics: list[Numerics]) -> list[str]:
+def _causes(
+    made: Remade, figures: list[Figure], differences: list[Difference], numerics: list[Numerics]
+) -> list[str]:
     """What is likely behind the differences, the surest first."""
     unequal = {f.name for f in figures if not f.equal}
     places: dict[str, list[str]] = {}
@@ -227,9 +230,10 @@ def _causes(figures: list[Figure], differences: list[Difference], numerics: list
         )
     if "start" in places:
         causes.append("the model files are not those that the run began from")
-    if "weights" in places and not numerics:
+    if "weights" in places and not (numerics or made.doubt):
         causes.append(f"the run is first left at {places['weights'][0]}: replay that step to see more")
     causes += [_other(n) for n in numerics]
+    causes += [made.doubt] if made.doubt else []
     if "lr" in unequal:
         causes.append("optim.lr, its schedule or steps in config.json are not what the run had")
     if causes:

@@ -179,6 +179,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def numerics_at(config: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The arithmetic that ``step`` of a run was computed with; {} where config.json does not say.
+
+    A run may be resumed elsewhere: ``numerics`` is a list, each entry good from its ``from_step`` on.
+    """
+    told = [entry for entry in config.get("numerics", ()) if entry["from_step"] <= step]
+    return told[-1] if told else {}
+
+
 def holder(path: Path) -> Holder | None:
     """Who holds a run folder now; None when nobody does. Asking claims nothing."""
     try:

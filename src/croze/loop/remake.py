@@ -16,9 +16,11 @@ from croze.errors import CheckpointFault, ModelNotFound
 from croze.loop import build
 from croze.loop.checkpoints import MANIFEST, Checkpoint, Checkpoints, verify
 from croze.loop.figures import Learned
+from croze.loop.folder import numerics_at
 from croze.loop.learning import Learning
 from croze.loop.records import Recorded, Records
 from croze.loop.shares import Looking, Share, Watched
+from croze.models import numerics
 from croze.models.source import resolve
 from croze.run import Run
 from croze.sync.identity import Identity
@@ -44,7 +46,8 @@ class Before:
 class Remade:
     """A step made again. ``served``: the ids of the weights that sampled the first step that was made again;
     ``between``: the weights ids of the steps from ``before`` to it. ``logprobs``: of each rollout's suffix, under the
-    weights before the step, as the trainer computes them [S]."""
+    weights before the step, as the trainer computes them [S]. ``doubt``: why this machine's arithmetic may not give the
+    same twice; "" where it does."""
 
     recorded: Recorded
     before: Before
@@ -55,6 +58,7 @@ class Remade:
     shares: list[Share]
     logprobs: dict[str, np.ndarray]
     numerics: dict[str, Any]
+    doubt: str
     spell: Callable[[int], str]
 
 
@@ -65,7 +69,7 @@ async def remake(
 
     Raises ModelNotFound, CheckpointMismatch and the errors of an algorithm that meets a record it cannot use.
     """
-    run = _as_it_was(records, model)
+    run = _as_it_was(records, step, model)
     algorithm = Watched(algorithms.build(run.algo, run.sampling, minibatches=run.optim.minibatches))
     made = await asyncio.to_thread(build.build_model, run)
     try:
@@ -112,6 +116,7 @@ class _Remaking:
                 shares=look.shares,
                 logprobs=logprobs,
                 numerics=build.numerics_told(self.model),
+                doubt=numerics.why_inexact(self.model.recipe, "a replay"),
                 spell=lambda token: self.model.tokenizer.decode([token], special=True),
             )
         raise AssertionError("records end with the step they were asked for")
@@ -161,9 +166,10 @@ class _Remaking:
         return {r.id: logprobs_S for r, logprobs_S in zip(sampled, found, strict=True)}
 
 
-def _as_it_was(records: Records, model: str | None) -> Run:
-    """The run with the arithmetic it had, whatever "auto" would choose here, and its model where it can be had."""
-    run, then = records.run, records.config.get("numerics", {})
+def _as_it_was(records: Records, step: int, model: str | None) -> Run:
+    """The run with the arithmetic it had at ``step``, whatever "auto" would choose here, and its model where it
+    can be had."""
+    run, then = records.run, numerics_at(records.config, step)
     engine = run.engine
     if isinstance(then.get("threads"), int):
         engine = dataclasses.replace(engine, threads=then["threads"])

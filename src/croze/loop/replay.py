@@ -143,7 +143,8 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
     """A step made again.
 
     ``verdict``: "exact", every figure bit for bit what the run had; "close", the arithmetic is other than the run's
-    (``numerics``) and what follows from it is near; "differs", else. ``causes``: what is likely behind it.
+    (``numerics``), or not exact, and what follows from it is near; "differs", else. ``causes``: what is likely behind
+    it.
     """
 
     event: Literal["replay"] = "replay"

@@ -21,7 +21,7 @@ from croze.loop.controller import Controller
 from croze.loop.decisions import Decisions
 from croze.loop.declaration import check_siblings
 from croze.loop.evaluation import Evaluation
-from croze.loop.folder import RunFolder
+from croze.loop.folder import RunFolder, numerics_at
 from croze.loop.interrupt import run_stoppable, while_heard
 from croze.loop.ledger import Ledger, SqliteLedger
 from croze.loop.look import Look
@@ -76,7 +76,7 @@ class Training:
             parts.callback(model.thread.close)
             look = Look(model.tokenizer, model.arch.context, judge.spec)
             self._look_ahead(look)
-            self._note_beginnings(model, tell)
+            self._note_beginnings(model, found.step, tell)
             weights = build.empty_weights(self.run, model)
             trainer = await asyncio.to_thread(build.build_trainer, self.run, model, self.algorithm, weights)
             if found.checkpoint is not None:
@@ -123,10 +123,11 @@ class Training:
             for task in itertools.islice(stream, self.run.groups_per_step):
                 look.at(task, stream.place)
 
-    def _note_beginnings(self, model: build.Model, tell: OnEvent) -> None:
-        """In config.json, what must be the same for a resume to give the same bytes; told where it is not."""
-        now = build.numerics_told(model)
-        then = self.folder.config.get("numerics", now)
+    def _note_beginnings(self, model: build.Model, step: int, tell: OnEvent) -> None:
+        """In config.json, what must be the same for a resume after ``step`` to give the same bytes; told where it is
+        not."""
+        now, config = build.numerics_told(model), self.folder.config
+        then = numerics_at(config, step) or now
         other = [name for name in now if then.get(name) != now[name]]
         if other:
             told = ", ".join(f"{name} was {then.get(name)}, is {now[name]}" for name in other)
@@ -134,10 +135,13 @@ class Training:
         if self.resumed and (doubt := numerics.why_inexact(model.recipe, "a resume")):
             tell({"event": "warning", "message": doubt})
         files = model.files
+        kept = [entry for entry in config.get("numerics", ()) if entry["from_step"] <= step]
+        if not kept or other:
+            kept.append({"from_step": step + 1, **now, "note": model.recipe.note})
         self.folder.amend(
             tasks=self.source.fingerprint(),
             model={"name": files.name, "path": str(files.path), "source": files.source},
-            numerics={**now, "note": model.recipe.note},
+            numerics=kept,
         )
 
     def _recorder(self, model: build.Model) -> Recorder:

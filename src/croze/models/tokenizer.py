@@ -18,6 +18,8 @@ from croze.models.protocol import ModelFiles, Tokenizer
 from croze.types import Prompt
 
 CHAR_FILE = "croze_tokenizer.json"
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+GENERIC_FAMILIES = ("llama", "qwen3")
 _PROBE = "croze-probe"
 
 
@@ -28,6 +30,29 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     return HubTokenizer(files)
 
 
+def _read_hub_files(path: Path) -> Any:
+    """transformers' tokenizer for a model folder."""
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    if _names_the_generic_class(path):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path, **options)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, **options)
+
+
+def _names_the_generic_class(path: Path) -> bool:
+    """Whether AutoTokenizer would end at transformers' generic class, for families of which that is known. On its way
+    there it imports the model's configuration and all that hangs on it: 2 of its 3 CPU-seconds."""
+    try:
+        told = json.loads((path / "tokenizer_config.json").read_bytes())
+        family = json.loads((path / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return family in GENERIC_FAMILIES and told.get("tokenizer_class") in GENERIC and "auto_map" not in told
+
+
 class HubTokenizer:
     """A tokenizer and chat template in Hugging Face layout.
 
@@ -36,16 +61,12 @@ class HubTokenizer:
     """
 
     def __init__(self, files: ModelFiles) -> None:
-        from transformers import AutoTokenizer
-
         self.name = files.name
         self._switch = (
             threading.Lock()
         )  # split_special_tokens is a setting that the calls of all threads share
         try:
-            self._hf = AutoTokenizer.from_pretrained(
-                files.path, local_files_only=True, trust_remote_code=False
-            )
+            self._hf = _read_hub_files(files.path)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise ModelError(
                 f"the tokenizer of {files.name} cannot be loaded: {error}",

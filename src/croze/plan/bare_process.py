@@ -62,11 +62,9 @@ _measured: dict[tuple[str, ...], int] = {}
 
 def main(words: list[str]) -> None:
     """Import what training imports, load the tokenizer of the model folder named, print the resident bytes."""
-    import torch
-
     from croze.models.tokenizer import load_tokenizer
+    from croze.train import trainer  # noqa: F401
 
-    torch.optim.AdamW([torch.zeros(1)], fused=True)  # its first use imports much
     if words:
         load_tokenizer(ModelFiles(name="", path=Path(words[0]), source=""))
     print(resident())

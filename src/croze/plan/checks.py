@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from croze.env.tasks import TaskSource
     from croze.models.architecture import Architecture
     from croze.models.protocol import ModelFiles, Tokenizer
+    from croze.plan.bare_process import BareProcess
     from croze.types import Task
 
 T = TypeVar("T")
@@ -98,6 +99,12 @@ class Context:
     tokenizer: Tokenizer | None = None
     longest_prompt: int = 0
     """Tokens of the longest prompt in ``tasks``."""
+    bare: BareProcess | None = None
+    """What a training process takes before it holds a model: being measured while other checks are made."""
+
+    def close(self) -> None:
+        if self.bare is not None:
+            self.bare.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,7 +169,7 @@ def look_at_arithmetic(_: Any, report: Report) -> None:
 def look_at_exactness(_: Any, report: Report) -> None:
     """The engine's own measurement, on the shapes of a small model: do rows depend on their neighbours."""
     from croze.models.architecture import read_architecture
-    from croze.models.numerics import choose
+    from croze.models.numerics import choose, remedy
     from croze.models.source import resolve
 
     arch = read_architecture(resolve(_TINY).path)
@@ -183,7 +183,7 @@ def look_at_exactness(_: Any, report: Report) -> None:
             "exactness",
             recipe.note,
             where="engine.self_check",
-            fix="set engine.invariant=true where a run must be exact; it costs speed",
+            fix=remedy(recipe),
         )
 
 

@@ -104,7 +104,7 @@ def look_at_memory(context: Context, report: Report) -> None:
 
     run, arch = context.run, context.arch
     assert arch is not None
-    found = estimate(run, arch, prompt_tokens=max(1, context.longest_prompt), files=context.files)
+    found = estimate(run, arch, prompt_tokens=max(1, context.longest_prompt), bare=context.bare)
     available = _available(found.device)
     parts = ", ".join(f"{name} {_mib(size)}" for name, size in found.parts.items() if size >> 20)
     beside = ", ".join(f"{name} {_mib(size)}" for name, size in found.beside.items())

@@ -10,12 +10,16 @@ from typing import Any
 from croze.errors import ModelError
 from croze.models.architecture import read_architecture
 from croze.models.source import read_header, resolve
+from croze.plan.bare_process import BareProcess
 from croze.plan.checks import Context, Report
 
 
 def look_at_model(context: Context, report: Report) -> None:
     """Find the model (fetching it as a run would), read its shape, hold every tensor's header to it."""
     files = resolve(context.run.model)
+    context.bare = BareProcess(
+        files
+    )  # takes seconds on another core: begun before this process imports torch
     arch = read_architecture(files.path)
     _check_tensors(files.path, arch)
     context.files, context.arch = files, arch

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from croze.env.tasks import TaskSource, as_tasks
-from croze.errors import CrozeError
+from croze.errors import CrozeError, DeclarationError, TasksError
 from croze.plan.checks import Context, Report, deadline
 from croze.types import Task
 
@@ -126,7 +126,8 @@ def look_at_prompts(context: Context, report: Report) -> None:
     if refused:
         (task, error), count = refused[0], len(refused)
         more = f" (and {count - 1} more of {len(lengths)} tasks)" if count > 1 else ""
-        report.fail(error.kind, error.message + more, where=_place(task, context.source), fix=error.fix)
+        kind = TasksError.kind if isinstance(error, DeclarationError) else error.kind  # as train tells it
+        report.fail(kind, error.message + more, where=_place(task, context.source), fix=error.fix)
     context.longest_prompt = max(lengths)
     _hold_to_context(context, lengths, report)
     if not report.findings:

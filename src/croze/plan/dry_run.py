@@ -61,6 +61,11 @@ class Ledger(TorchDispatchMode):
         self._shapes = _Shapes()
         self._event = self._now = self._most = self._most_at = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: each of tens of thousands of operations would go through torch._dynamo."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -124,6 +129,8 @@ class _Shapes:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _PACKED and args[0].is_meta:
             return _PACKED[func](*args)
+        if func._schema.is_mutable and torch.Tag.pointwise in func.tags:
+            return kwargs["out"] if "out" in kwargs else args[0]  # it changes numbers, and there are none
         if func._schema.is_mutable or func.is_view:
             return func(*args, **kwargs)
         key = (func, _form(args), _form(tuple(kwargs.items())))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 
 import msgspec
 
 from croze.models.architecture import Architecture
-from croze.models.protocol import ModelFiles
 from croze.plan.bare_process import BareProcess
 from croze.plan.dry_phases import Phase, Shape, phases
 from croze.plan.dry_run import Peak
@@ -55,18 +55,19 @@ def estimate(
     *,
     prompt_tokens: int,
     reply_tokens: int | None = None,
-    files: ModelFiles | None = None,
+    bare: BareProcess | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak of ``croze train`` for prompts of ``prompt_tokens`` that share no beginning and replies of
-    ``reply_tokens`` (default: as long as allowed). ``files``: the model's, whose tokenizer then counts too.
+    ``reply_tokens`` (default: as long as allowed). ``bare``: that of the model's files, whose tokenizer then counts
+    too; it stays the caller's to close.
 
     Takes seconds and some 100 MiB whatever the model. What cannot run (a prompt beyond the context, a rollout beyond
     the KV memory) is cut to what can. Raises ConfigError for a device that is not there.
     """
-    with BareProcess(files) as bare:
+    with contextlib.nullcontext(bare) if bare is not None else BareProcess() as process_alone:
         shape = _shape(run, arch, prompt_tokens, reply_tokens)
         device, found = phases(run, arch, shape)
-        process = _process(run, bare) if device == "cpu" else 0
+        process = _process(run, process_alone) if device == "cpu" else 0
     totals: dict[Phase, int] = {
         name: process + peak.nbytes + _holes(peak, device) for name, peak in found.items()
     }

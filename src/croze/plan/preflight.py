@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from croze.errors import CrozeError
@@ -20,13 +21,13 @@ from croze.run import Run
 
 CHECKS = (
     Check(name="values", look=checks_declaration.look_at_values),
+    Check(name="model", look=checks_model.look_at_model),
     Check(name="declaration", look=checks_declaration.look_at_declaration),
     Check(name="tasks", look=checks_tasks.look_at_tasks),
     Check(name="columns", look=checks_declaration.look_at_columns, needs=("declaration", "tasks")),
     Check(name="isolation", look=checks_machine.look_at_isolation, needs=("declaration",)),
     Check(name="reward", look=checks_reward.look_at_reward, needs=("columns", "isolation"), aside=True),
     Check(name="machine", look=checks_machine.look_at_machine),
-    Check(name="model", look=checks_model.look_at_model),
     Check(name="tokenizer", look=checks_tokens.look_at_tokenizer, needs=("model",)),
     Check(name="prompts", look=checks_tasks.look_at_prompts, needs=("tasks", "model", "tokenizer")),
     Check(name="shape", look=checks_declaration.look_at_shape, needs=("declaration", "model")),
@@ -47,7 +48,8 @@ def check(run: Run, *, rehearse: bool = False) -> list[Finding]:
     findings, failures first, then warnings; a run is good to go when none has ``status == "fail"``. Raises
     nothing for what it finds. A model that is not on this machine is fetched, as ``train`` would.
     """
-    return make((*CHECKS, REHEARSAL) if rehearse else CHECKS, Context(run=run))
+    with contextlib.closing(Context(run=run)) as context:
+        return make((*CHECKS, REHEARSAL) if rehearse else CHECKS, context)
 
 
 def check_folder(path: Path) -> list[Finding]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
+from torch.optim.adamw import adamw
 
 from croze.config import Optim
 from croze.errors import CheckFailed, ConfigError, InvariantViolated
@@ -55,7 +56,8 @@ class AdamW:
     """AdamW (arXiv:1711.05101) over named fp32 tensors, updated in place; matrices decay, vectors do not.
 
     A gradient whose global norm is not finite changes nothing: the step is reported as skipped, and after
-    ``MAX_SKIPS`` in a row ``CheckFailed`` is raised.
+    ``MAX_SKIPS`` in a row ``CheckFailed`` is raised. The update itself is torch's, its fused kernel; torch's optimizer
+    class is not used, because its first use imports torch._dynamo: a CPU-second of every start.
     """
 
     def __init__(self, masters: Mapping[str, torch.Tensor], optim: Optim, *, steps: int) -> None:
@@ -69,25 +71,14 @@ class AdamW:
         )
         self.skips_in_a_row = 0
         self.skipped = 0
-        matrices = [m for m in masters.values() if m.ndim >= 2]
-        vectors = [m for m in masters.values() if m.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": optim.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=not all(m.is_meta for m in masters.values()),  # a dry run (plan) has no fused kernel
-        )
-        for master in masters.values():
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+        self._states = {
+            name: _State(
+                step=torch.zeros((), dtype=torch.float32, device=master.device),
+                exp_avg=torch.zeros_like(master),
+                exp_avg_sq=torch.zeros_like(master),
+            )
+            for name, master in self.masters.items()
+        }
 
     def step(self, grads: MutableMapping[str, torch.Tensor], *, step: int) -> StepStats:
         """Apply ``grads`` (name -> gradient, any float dtype) at the rate of loop step ``step``.
@@ -106,28 +97,24 @@ class AdamW:
             return self._skip(norm, lr, step)
         self.skips_in_a_row = 0
         scale = self.optim.clip / norm if 0.0 < self.optim.clip < norm else 1.0
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
         for bucket in self._buckets():
-            self._apply(bucket, grads, scale)
+            self._apply(bucket, grads, scale, lr)
         return StepStats(grad_norm=norm, lr=lr)
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """exp_avg and exp_avg_sq, each by master's name; the live tensors, not copies."""
-        return {
-            kind: {name: self._adamw.state[m][kind] for name, m in self.masters.items()} for kind in MOMENTS
-        }
+        return {kind: {name: getattr(s, kind) for name, s in self._states.items()} for kind in MOMENTS}
 
     @property
     def updates(self) -> int:
         """Updates applied; skipped ones are none."""
-        return next((int(state["step"]) for state in self._adamw.state.values()), 0)
+        return next((int(state.step) for state in self._states.values()), 0)
 
     def resume(self, *, updates: int, skipped: int, skips_in_a_row: int) -> None:
         """Go on from these counts; masters and moments are written in place by the caller."""
         self.skipped, self.skips_in_a_row = skipped, skips_in_a_row
-        for state in self._adamw.state.values():
-            state["step"].fill_(updates)
+        for state in self._states.values():
+            state.step.fill_(updates)
 
     def _shape(self, name: str) -> torch.Size | None:
         return self.masters[name].shape if name in self.masters else None
@@ -155,16 +142,50 @@ class AdamW:
         if bucket:
             yield bucket
 
-    def _apply(self, bucket: list[str], grads: MutableMapping[str, torch.Tensor], scale: float) -> None:
-        # torch's step leaves alone every parameter whose grad is None, so one optimizer serves all buckets
+    def _apply(
+        self, bucket: list[str], grads: MutableMapping[str, torch.Tensor], scale: float, lr: float
+    ) -> None:
+        ready: dict[str, torch.Tensor] = {}
         for name in bucket:
-            master = self.masters[name]
             grad = grads.pop(name, None)
-            grad = torch.zeros_like(master) if grad is None else grad.detach().to(torch.float32)
-            master.grad = grad if scale == 1.0 else grad.mul_(scale)
-        self._adamw.step()
-        for name in bucket:
-            self.masters[name].grad = None
+            grad = torch.zeros_like(self.masters[name]) if grad is None else grad.detach().to(torch.float32)
+            ready[name] = grad if scale == 1.0 else grad.mul_(scale)
+        matrices = [name for name in bucket if self.masters[name].ndim >= 2]
+        vectors = [name for name in bucket if self.masters[name].ndim < 2]
+        for names, weight_decay in ((matrices, self.optim.weight_decay), (vectors, 0.0)):
+            if names:
+                self._update(names, ready, lr, weight_decay)
+
+    @torch.no_grad()
+    def _update(
+        self, names: list[str], grads: Mapping[str, torch.Tensor], lr: float, weight_decay: float
+    ) -> None:
+        states = [self._states[name] for name in names]
+        adamw(
+            [self.masters[name] for name in names],
+            [grads[name] for name in names],
+            [s.exp_avg for s in states],
+            [s.exp_avg_sq for s in states],
+            [],
+            [s.step for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self.optim.betas[0],
+            beta2=self.optim.betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.optim.eps,
+            maximize=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """What the update keeps of one master. ``step``: how often it was applied, a scalar that the kernel counts up."""
+
+    step: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
 
 
 def global_norm(grads: Iterable[torch.Tensor]) -> float:
