@@ -1,5 +1,6 @@
 """Models to be checked: a directory with a character tokenizer whose weights are headers and holes."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -38,7 +39,8 @@ def look(run: cz.Run, *names: str) -> list[Finding]:
     for check in reversed(CHECKS):
         if check.name in wanted:
             wanted |= set(check.needs)
-    return make(tuple(check for check in CHECKS if check.name in wanted), Context(run=run))
+    with contextlib.closing(Context(run=run)) as context:
+        return make(tuple(check for check in CHECKS if check.name in wanted), context)
 
 
 def only(findings: list[Finding], check: str) -> Finding:
