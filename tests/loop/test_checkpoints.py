@@ -179,15 +179,37 @@ def test_a_broken_one_is_replaced_not_overwritten(tmp_path):
     assert found is not None and found.step == 2 and not broken
 
 
-def test_one_that_the_ledger_does_not_reach_is_passed_over(tmp_path):
+def test_one_of_another_history_is_passed_over(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1)
     write(checkpoints, 2)
-    for committed, why in (({1: "id1"}, "ends at step 1"), ({1: "id1", 2: "id9"}, "other weights at step 2")):
-        found, broken = checkpoints.newest(committed)
-        assert found is not None and found.step == 1
-        assert [b.path.name for b in broken] == ["step_000002"] and why in broken[0].why
+    found, broken = checkpoints.newest({1: "id1", 2: "id9"})
+    assert found is not None and found.step == 1
+    assert [b.path.name for b in broken] == ["step_000002"] and "other weights at step 2" in broken[0].why
+
+
+def test_whole_ones_that_the_ledger_does_not_reach_are_not_thrown_away(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    found, broken = checkpoints.newest({1: "id1"})
+    assert found is not None and found.step == 1
+    assert [b.path.name for b in broken] == ["step_000002"] and "ends at step 1" in broken[0].why
+    with pytest.raises(InfraFault, match="step_000002 is whole, and the ledger ends at step 0") as caught:
+        checkpoints.newest({})
+    assert "ledger.sqlite-wal" in (caught.value.fix or "")
+    for step in (1, 2):
+        (tmp_path / f"step_00000{step}" / MANIFEST).write_text("{")
     assert checkpoints.newest({})[0] is None
+
+
+def test_one_under_another_name_is_none(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=0)
+    write(checkpoints, 1)
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "step_000002")
+    found, broken = checkpoints.newest({1: "id1", 2: "id2"})
+    assert found is not None and found.path.name == "step_000001"
+    assert "checkpoint of step 1, under another name" in broken[0].why
 
 
 @pytest.mark.parametrize("keep", [1, 2])

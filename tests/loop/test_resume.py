@@ -89,10 +89,14 @@ def test_it_is_declared_before_anything_heavy_is_loaded(nursery, whole, tmp_path
     resumed(nursery, tmp_path / "run", whole)
 
 
-def test_a_torn_ledger_falls_back_with_it(nursery, whole, half):
-    """What power loss leaves of the write-ahead log: its beginning."""
+def test_a_torn_ledger_costs_no_checkpoint(nursery, whole, half, tmp_path):
+    """Whole checkpoints that the ledger has lost sight of are not thrown away unasked."""
     wal = half / "ledger.sqlite-wal"
     os.truncate(wal, wal.stat().st_size // 2 + 17)
+    refused = nursery.run("resume", str(half))
+    (error,) = [e for e in refused.events() if e["event"] == "error"]
+    assert refused.code == 3 and "step_000002 is whole" in error["message"] and "move the" in error["fix"]
+    (half / "checkpoints" / "step_000002").rename(tmp_path / "kept")
     resumed(nursery, half, whole)
 
 

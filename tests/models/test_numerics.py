@@ -148,3 +148,27 @@ def test_devices_that_are_not_there():
 def test_padding_to_regions():
     recipe = Recipe(region=32)
     assert [recipe.pad(n) for n in (0, 1, 32, 33, 64)] == [32, 32, 32, 64, 64]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_product_is_the_odd_one_out(dtype: str, threads: int) -> None:
+    """Threads that share one product of an odd number sum it in another order: it may lie in the middle."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        how = numerics.choose(small.architecture(head_dim=64, kv_heads=3, heads=9), dtype, "cpu", True)
+        if not how.exact:
+            pytest.skip(f"numerics.measure says: {how.note}")
+        generator = torch.Generator().manual_seed(3)
+        q, order = numerics.cancelling(64, 64, generator)
+        half = torch.randn(96, 32, generator=generator)
+        k = torch.cat([half, half[:, order]], 1).to(how.dtype)
+        alike = kernels.bmm(q.to(how.dtype).expand(6, -1, -1), k.expand(6, -1, -1).transpose(1, 2), how)[0]
+        for count in (3, 6, 9, 15, 21, 27, 33):
+            for m in (1, 2, 3, 5, 8, 13, 27):
+                some = q[:m].to(how.dtype).expand(count, -1, -1)
+                got = kernels.bmm(some, k.expand(count, -1, -1).transpose(1, 2), how)
+                assert all(torch.equal(one, alike[:m]) for one in got), (count, m)
+    finally:
+        torch.set_num_threads(before)

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0 ok, 1 check failed, 2 wrong use, 3 infra fault, 4 interrupted."""
-    words = list(sys.argv[1:] if words is None else words)
+    program, words = words is None, list(sys.argv[1:] if words is None else words)
     # idle OpenMP threads sleep rather than spin: beside another busy process spinning costs several times the work
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -54,9 +54,15 @@ def main(words: Sequence[str] | None = None) -> int:
             output.flush()
             return code
         except CrozeError as error:
+            if program:
+                _hear_no_more()
             return _report(error, output)
         except KeyboardInterrupt:
-            return _report(Interrupted("stopped from outside", where=f"croze {' '.join(words[:1])}"), output)
+            if program:
+                _hear_no_more()
+            verb = " ".join(words[:1])
+            stop = Interrupted("stopped from outside", where=f"croze {verb}", fix=f"croze {verb} begins anew")
+            return _report(stop, output)
         except BrokenPipeError:  # whoever read our output went away
             return Interrupted.exit_code
         except (
@@ -116,6 +122,17 @@ def _overview() -> str:
         "Every verb takes --json (one JSON object a line).\n"
         "Exit codes: 0 ok, 1 a check failed, 2 wrong use, 3 infra fault, 4 interrupted."
     )
+
+
+def _hear_no_more() -> None:
+    """The end is being told: a second Ctrl-C must not cut it off.
+
+    ``exec`` of a text, as here of none, makes CPython forget that another one was interrupted, inside an import for
+    example. Else it would end by the signal, whatever exit code we give.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    exec("")
 
 
 def _report(error: CrozeError, output: Output) -> int:

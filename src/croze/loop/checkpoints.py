@@ -77,10 +77,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True):
-    """A folder that is no checkpoint any more, and why."""
+    """A folder that is no checkpoint any more, and why. ``whole``: its files are; the ledger has not come so far."""
 
     path: Path
     why: str
+    whole: bool = False
 
 
 class Checkpoints:
@@ -135,7 +136,9 @@ class Checkpoints:
         """The newest checkpoint whose every byte is as it was written, and those passed over on the way.
 
         ``committed``: weights ids by step of a ledger; a checkpoint that is not of its history is passed over. Raises
-        CheckpointMismatch where the newest is of a format that this croze cannot read.
+        CheckpointMismatch where the newest is of a format that this croze cannot read; InfraFault where there are only
+        whole ones that are newer than all that is committed. A step is committed before it is saved: that ledger has
+        lost rows, and going on would throw the checkpoints away.
         """
         broken: list[Broken] = []
         for path in reversed(self._folders()):
@@ -143,6 +146,14 @@ class Checkpoints:
             if isinstance(found, Checkpoint):
                 return found, broken
             broken.append(found)
+        if any(one.whole for one in broken):
+            ahead, last = next(one for one in broken if one.whole), max(committed or {}, default=0)
+            raise InfraFault(
+                f"{ahead.path.name} is whole, and the ledger ends at step {last}: part of it is lost",
+                where=str(self.folder),
+                fix="put back ledger.sqlite together with ledger.sqlite-wal, or, to do all again after step"
+                f" {last}, move the checkpoints to another place",
+            )
         return None, broken
 
     def all(self) -> list[Path]:
@@ -200,6 +211,8 @@ def verify(path: Path) -> Checkpoint | Broken:
         manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
         return Broken(path=path, why=f"its manifest cannot be read: {error}")
+    if manifest.step != _step_of(path):
+        return Broken(path=path, why=f"it is the checkpoint of step {manifest.step}, under another name")
     if manifest.format != FORMAT:
         raise CheckpointMismatch(
             f"the checkpoint has format {manifest.format}, this croze reads {FORMAT}",
@@ -220,10 +233,9 @@ def verify(path: Path) -> Checkpoint | Broken:
 
 def _verify_in(committed: Mapping[int, str], path: Path) -> Checkpoint | Broken:
     """``verify``, for a checkpoint that must be of a ledger's history."""
-    last = max(committed, default=0)
-    if _step_of(path) > last:
-        return Broken(path=path, why=f"the ledger ends at step {last}")
-    found = verify(path)
+    found, last = verify(path), max(committed, default=0)
+    if isinstance(found, Checkpoint) and found.step > last:
+        return Broken(path=path, why=f"the ledger ends at step {last}", whole=True)
     if isinstance(found, Checkpoint) and committed.get(found.step) != found.manifest.weights_id:
         return Broken(path=path, why=f"the ledger has other weights at step {found.step}")
     return found

@@ -43,6 +43,24 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     since: float
 
 
+class Era(msgspec.Struct, frozen=True, kw_only=True):
+    """From a step on, the arithmetic of a run; beside this what ``build.numerics_told`` gives."""
+
+    from_step: int
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What config.json must hold, and of which kind what it may hold is."""
+
+    file: str
+    keys: dict[str, Any]
+    file_digest: str = ""
+    sources: dict[str, str] = {}
+    tasks: Any = None
+    model: dict[str, str] = {}
+    numerics: list[Era] = []
+
+
 class RunFolder:
     """A claimed run folder; ``close`` gives it back, as the process's end does."""
 
@@ -174,8 +192,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DeclarationError(f"config.json cannot be read: {error}", where=str(path), fix=_LOST) from None
-    if not isinstance(config, dict) or not {"file", "keys"} <= config.keys():
-        raise DeclarationError("config.json does not declare a run", where=str(path), fix=_LOST)
+    try:
+        msgspec.convert(config, Config)
+    except msgspec.ValidationError as error:
+        raise DeclarationError(
+            f"config.json does not declare a run: {error}", where=str(path), fix=_LOST
+        ) from None
     return config
 
 

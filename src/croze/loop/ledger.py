@@ -197,12 +197,15 @@ class SqliteLedger:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._db = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise _unusable(error, "opened", path) from error
         try:
             self._open()
         except sqlite3.DatabaseError as error:
             self._db.close()
-            raise InfraFault(f"the ledger cannot be opened: {error}", where=str(path)) from error
+            raise _unusable(error, "opened", path) from error
         except InfraFault:
             self._db.close()
             raise
@@ -321,7 +324,7 @@ class SqliteLedger:
         except sqlite3.IntegrityError as error:
             raise InvariantViolated(f"the ledger refuses: {error}", where=str(self._path)) from error
         except sqlite3.Error as error:
-            raise InfraFault(f"the ledger cannot be written: {error}", where=str(self._path)) from error
+            raise _unusable(error, "written", self._path) from error
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -330,7 +333,7 @@ class SqliteLedger:
         try:
             return self._db.execute(query, values).fetchall()
         except sqlite3.Error as error:
-            raise InfraFault(f"the ledger cannot be read: {error}", where=str(self._path)) from error
+            raise _unusable(error, "read", self._path) from error
 
     def _step(self, step: int) -> StepCommit | None:
         found = self._read("SELECT step, weights_id, reward_mean, info FROM steps WHERE step = ?", step)
@@ -346,6 +349,23 @@ class SqliteLedger:
                 f" {len(settled)} rollouts, now {commit.weights_id} and {len(states)} are given",
                 where=str(self._path),
             )
+
+
+def _unusable(error: sqlite3.Error, what: str, path: Path) -> InfraFault:
+    """A fault that says what to do; sqlite's words alone do not."""
+    told = str(error)
+    if "full" in told:
+        fix = f"free space on the disk, then croze resume {path.parent}"
+    elif "malformed" in told or "not a database" in told:
+        fix = (
+            "put back ledger.sqlite, and ledger.sqlite-wal beside it, from a copy; without them the run cannot go on,"
+            f" and its models under {path.parent / 'checkpoints'} can be used as they are"
+        )
+    elif "locked" in told or "busy" in told:
+        fix = "end the program that holds it open"
+    else:
+        fix = "see that it is a file which this user may write, on a local disk"
+    return InfraFault(f"the ledger cannot be {what}: {error}", where=str(path), fix=fix)
 
 
 def _commit(row: tuple[int, str, float | None, str]) -> StepCommit:

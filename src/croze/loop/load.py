@@ -64,6 +64,13 @@ def load_declared(folder: Path, run: Run | None = None) -> Run:
                 fix="give the same Run: cz.resume(folder, run)",
             )
         run = load_run(config["file"])
+    missing = sorted(run.keys().keys() - config["keys"].keys())
+    if missing:
+        raise DeclarationError(
+            f"config.json does not say what {', '.join(missing[:3])} {'was' if len(missing) == 1 else 'were'}",
+            where=str(folder),
+            fix="put it back as the run wrote it; `croze keys` tells the defaults of a key that is new",
+        )
     given = tuple(key for key, source in config.get("sources", {}).items() if source == "override")
     return dataclasses.replace(apply_keys(run, config["keys"]), dir=str(folder), overrides=given)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from croze.errors import Interrupted, UsageError
+from croze.errors import DeclarationError, Interrupted, UsageError
 from croze.loop import declaration
 from croze.loop.checkpoints import Checkpoint, Checkpoints, verify
 from croze.loop.folder import RunFolder
@@ -60,15 +60,26 @@ def resume(
     be what it was, as its tasks must, unless ``changed``. Raises as ``train`` does, UsageError also where the
     folder holds no run, or another process holds it.
     """
-    listen, path = on_event or _silent, Path(path)
-    with RunFolder.open(path) as folder:
-        run = load_declared(folder.path, run)
-        finished = _finished(run, folder)
-        if finished is not None:
-            listen({"event": "done", "run_dir": run.dir, "weights_id": finished.weights_id})
-            return finished
-        check_unchanged(folder, run, may_differ=changed)
-        return _training(run, folder, listen, resumed=True).run_to_end()
+    path = Path(path)
+    try:
+        with RunFolder.open(path) as folder:
+            return _resume(folder, run, changed, on_event or _silent)
+    except (KeyboardInterrupt, Interrupted) as stop:
+        if isinstance(stop, Interrupted) and "croze resume" in (stop.fix or ""):
+            raise
+        raise Interrupted(
+            "stopped before it had gone on", where=str(path), fix=f"croze resume {path}"
+        ) from None
+
+
+def _resume(folder: RunFolder, run: Run | None, changed: bool, listen: OnEvent) -> Result:
+    run = load_declared(folder.path, run)
+    finished = _finished(run, folder)
+    if finished is not None:
+        listen({"event": "done", "run_dir": run.dir, "weights_id": finished.weights_id})
+        return finished
+    check_unchanged(folder, run, may_differ=changed)
+    return _training(run, folder, listen, resumed=True).run_to_end()
 
 
 def _training(run: Run, folder: RunFolder, listen: OnEvent, *, resumed: bool) -> Training:
@@ -102,6 +113,12 @@ def _finished(run: Run, folder: RunFolder) -> Result | None:
         ledger.close()
     if not steps or steps[-1].step < run.steps:
         return None
+    if steps[-1].step > run.steps:
+        raise DeclarationError(
+            f"config.json says steps={run.steps}, and {steps[-1].step} are done",
+            where=str(folder.path),
+            fix=f"put back config.json as the run wrote it: steps is at least {steps[-1].step}",
+        )
     checkpoints = Checkpoints(folder.path / "checkpoints", keep=run.loop.keep)
     saved = verify(checkpoints.folder / f"step_{run.steps:06d}")
     if not isinstance(saved, Checkpoint) or saved.manifest.weights_id != steps[-1].weights_id:

@@ -106,14 +106,31 @@ class Adapter:
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Batched product with a's rows padded to the recipe's counts. [N, m, k] @ [N, k, n]."""
+    """Batched product with a's rows, and the products, padded to the recipe's counts. [N, m, k] @ [N, k, n]."""
     if recipe.tiles is not None:
         return tiles.scores(a, b.transpose(1, 2), recipe.tiles)
     m = a.shape[1]
     rows = max(recipe.bmm_rows, -(-m // recipe.bmm_multiple) * recipe.bmm_multiple)
     if rows == m:
+        return _products(a, b, recipe.bmm_products)
+    return _products(F.pad(a, (0, 0, 0, rows - m)), b, recipe.bmm_products)[:, :m]
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, share: int) -> torch.Tensor:
+    """``torch.bmm`` in whole shares of so many products; those of the last share are repeated until it is whole. A
+    library deals products out to threads, and threads that get part of one sum it in an order of their own."""
+    count = a.shape[0]
+    whole = count - count % share
+    if whole == count:
         return torch.bmm(a, b)
-    return torch.bmm(F.pad(a, (0, 0, 0, rows - m)), b)[:, :m]
+    filled = [min(whole + i, count - 1) for i in range(share)]
+    last = torch.bmm(_again(a, filled), _again(b, filled))[: count - whole]
+    return torch.cat([torch.bmm(a[:whole], b[:whole]), last]) if whole else last
+
+
+def _again(x: torch.Tensor, which: list[int]) -> torch.Tensor:
+    """Some of x [N, m, n], laid out as x is."""
+    return x.transpose(1, 2)[which].transpose(1, 2) if x.stride(1) == 1 else x[which]
 
 
 def weigh(weights: torch.Tensor, values: torch.Tensor, recipe: Recipe) -> torch.Tensor:

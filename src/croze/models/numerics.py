@@ -49,8 +49,9 @@ class Recipe:
 
     ``dtype``: arithmetic. ``packed``: prepacked linears (CPU). ``linear_rows``: fewest rows of a linear.
     ``bmm_rows`` / ``bmm_multiple``: attention products are padded to at least, and a multiple of, that many
-    rows. ``pv_tile``: keys summed in one product; tiles are added in order. ``region``: prompt and suffix
-    key regions are padded to multiples of this. ``exact``: whether the measurement found the above to hold.
+    rows, ``bmm_products`` the products of one call to a multiple. ``pv_tile``: keys summed in one product; tiles are
+    added in order. ``region``: prompt and suffix key regions are padded to multiples of this. ``exact``:
+    whether the measurement found the above to hold.
     ``attention``: "exact", products whose order of summation is known, or "sdpa", torch's fused kernels, which
     are never exact; the bmm and pv limits are then not used. ``tiles``: one shape for every product instead of
     the limits above; ``region`` is then a tile of keys.
@@ -62,6 +63,7 @@ class Recipe:
     linear_rows: int = 2
     bmm_rows: int = 4
     bmm_multiple: int = 1
+    bmm_products: int = 1
     pv_tile: int = 128
     region: int = 32
     attention: Literal["exact", "sdpa"] = "exact"
@@ -168,9 +170,10 @@ def _limits(arch: Architecture, base: Recipe, rank: int) -> tuple[Recipe, list[s
 
 def _tiles(arch: Architecture, base: Recipe, rank: int) -> tuple[Recipe, list[str]]:
     """The cheapest tiles in which a row's place does not matter, and what does not hold all the same."""
-    counts, d = (arch.kv_heads, 3 * arch.kv_heads, 24 * arch.kv_heads), arch.head_dim
+    counts, d, threads = _counts(arch), arch.head_dim, torch.get_num_threads()
     for tiles in LADDER:
-        recipe, notes = in_tiles(base, tiles), []
+        shared = 1 if tiles.products == 1 else -(-tiles.products // threads) * threads
+        recipe, notes = in_tiles(base, dataclasses.replace(tiles, products=shared)), []
         if not all(linear_holds(recipe, 0, o, i) for o, i in linear_shapes(arch, rank)):
             notes.append("linear layers depend on a row's place in a tile")
         if not (scores_hold(d, recipe, counts, FEW) and sums_hold(d, recipe, counts, FEW)):
@@ -275,7 +278,16 @@ def linear_holds(recipe: Recipe, minimum: int, out: int, inner: int) -> bool:
 
 def _attention_limits(arch: Architecture, recipe: Recipe) -> Recipe | None:
     """The cheapest paddings and tile under which attention's products hold, or None."""
-    counts, d = (arch.kv_heads, 3 * arch.kv_heads, 24 * arch.kv_heads), arch.head_dim
+    threads = torch.get_num_threads()
+    for products in sorted({1, 2, threads, 2 * threads}):
+        found = _paddings(arch, dataclasses.replace(recipe, bmm_products=products))
+        if found is not None:
+            return found
+    return None
+
+
+def _paddings(arch: Architecture, recipe: Recipe) -> Recipe | None:
+    counts, d = _counts(arch), arch.head_dim
     tile = next(
         (t for t in TILES if sums_hold(d, dataclasses.replace(recipe, pv_tile=t), counts, MANY)), None
     )
@@ -286,6 +298,11 @@ def _attention_limits(arch: Architecture, recipe: Recipe) -> Recipe | None:
         if scores_hold(d, trial, counts, FEW) and sums_hold(d, trial, counts, FEW):
             return trial
     return None
+
+
+def _counts(arch: Architecture) -> tuple[int, ...]:
+    """Numbers of products tried: a head's for so many sequences or groups, odd numbers among them, and many."""
+    return tuple(arch.kv_heads * n for n in (1, 3, 2, 5, 24))
 
 
 def scores_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
@@ -300,7 +317,9 @@ def scores_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...], rows: tu
     for m, count, keys in _probes(rows, counts, (32, 64, 128, longest)):
         rows_m = _some(m)
         got = kernels.bmm(_times(q[rows_m], count), _times(k[:keys], count).transpose(1, 2), recipe)
-        if not (torch.equal(got[0], whole[rows_m, :keys]) and torch.equal(got[-1], whole[rows_m, :keys])):
+        if not torch.equal(
+            got, _times(whole[rows_m, :keys], count)
+        ):  # each: one in the middle may be the odd one
             return False
     return True
 
@@ -322,8 +341,7 @@ def sums_hold(head_dim: int, recipe: Recipe, counts: tuple[int, ...], rows: tupl
     for m, count, keys in _probes(rows, counts, tuple(wholes)):
         rows_m = _some(m)
         got = kernels.weigh(_times(w[rows_m, :keys], count), _times(v[:keys], count), recipe)
-        whole = wholes[keys][rows_m]
-        if not (torch.equal(got[0], whole) and torch.equal(got[-1], whole)):
+        if not torch.equal(got, _times(wholes[keys][rows_m], count)):
             return False
     return True
 

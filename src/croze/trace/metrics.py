@@ -21,8 +21,15 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise InfraFault(
+                f"cannot be opened: {error.strerror}",
+                where=str(path),
+                fix="see that it is a file which this user may write, and that the disk is not full",
+            ) from error
         self._mend()
 
     def write(self, record: Mapping[str, Any]) -> None:
