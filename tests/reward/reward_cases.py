@@ -118,13 +118,13 @@ async def runs_it(reply, answer, sandbox):
 async def leaves_everything_open(reply, sandbox):
     other = await sandbox.sibling()
     await other.exec_python("open('/box/x', 'w')")
-    running = asyncio.ensure_future(sandbox.exec(["sleep", "30"]))
+    running = asyncio.ensure_future(sandbox.exec(["sleep", "4245"]))
     await asyncio.sleep(0.2)
     return 1 if not running.done() else 0
 
 
 async def hangs_in_a_sandbox(reply, sandbox):
-    await sandbox.exec(["sleep", "30"])
+    await sandbox.exec(["sleep", "4245"])
     return 1
 
 
