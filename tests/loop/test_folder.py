@@ -1,5 +1,6 @@
 """A run folder belongs to one process; what never began leaves it free again."""
 
+import json
 import multiprocessing
 import os
 import threading
@@ -109,7 +110,20 @@ def test_what_others_put_there_stays(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"[]", b'{"file": ""}', None])
+WRONG_KINDS = [
+    {"file": 3, "keys": {}},
+    {"file": "", "keys": [1]},
+    {"file": "", "keys": {}, "sources": 3},
+    {"file": "", "keys": {}, "numerics": 3},
+    {"file": "", "keys": {}, "numerics": [{"threads": 1}]},
+    {"file": "", "keys": {}, "model": {"path": 1}},
+]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"\xff\xfe", b"[]", b'{"file": ""}', None, *(json.dumps(c).encode() for c in WRONG_KINDS)],
+)
 def test_what_is_no_declaration_says_so(tmp_path, content):
     if content is None:
         (tmp_path / CONFIG).mkdir()

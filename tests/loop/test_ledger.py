@@ -164,17 +164,22 @@ def test_it_survives_a_kill_between_any_two_calls(tmp_path):
     ledger.close()
 
 
-@pytest.mark.parametrize("damage", ["text", "future"])
-def test_a_file_that_is_no_ledger_of_ours_is_named(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "fix"), [("text", "from a copy"), ("future", "croze that wrote it"), ("folder", "is a file")]
+)
+def test_a_file_that_is_no_ledger_of_ours_is_named(tmp_path, damage, fix):
     path = tmp_path / "ledger.sqlite"
     if damage == "text":
         path.write_text("not a database, but long enough to be read as one " * 30)
+    elif damage == "folder":
+        path.mkdir()
     else:
         db = sqlite3.connect(path)
         db.execute("PRAGMA user_version = 99")
         db.close()
-    with pytest.raises(InfraFault):
+    with pytest.raises(InfraFault) as caught:
         SqliteLedger(path)
+    assert fix in (caught.value.fix or "")
 
 
 def test_a_full_disk_is_named_and_nothing_is_half_done(ledger):

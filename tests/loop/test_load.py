@@ -166,6 +166,15 @@ def test_keys_survive_a_way_through_json():
             apply_keys(fresh, bad)
 
 
+def test_a_config_that_lost_keys_is_not_filled_with_defaults(write, tmp_path):
+    folder = make_folder(tmp_path / "a", write(GOOD))
+    config = json.loads((folder / "config.json").read_text())
+    del config["keys"]["optim.lr"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DeclarationError, match=r"does not say what optim\.lr was"):
+        load_trained(folder)
+
+
 def test_folders_that_are_no_run(write, tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(DeclarationError, match="no run"):

@@ -100,6 +100,34 @@ def test_a_torn_ledger_costs_no_checkpoint(nursery, whole, half, tmp_path):
     resumed(nursery, half, whole)
 
 
+def test_an_interrupt_while_the_task_file_loads_names_the_resume(half):
+    """Twice in a moment: the answer to the first is not cut off."""
+    config, file, loading = json.loads((half / "config.json").read_text()), half / "slow.py", half / "loading"
+    file.write_text(f"{TASK}\nimport pathlib, time\npathlib.Path({str(loading)!r}).touch()\ntime.sleep(60)\n")
+    (half / "config.json").write_text(json.dumps({**config, "file": str(file)}))
+    words = [*CROZE, "resume", str(half), "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 30
+        while not loading.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    error = json.loads(out)
+    assert process.returncode == 4 and "Traceback" not in err
+    assert error["kind"] == "interrupted" and error["fix"] == f"croze resume {half}"
+
+
+def test_more_steps_done_than_declared_is_told(nursery, half):
+    config = json.loads((half / "config.json").read_text())
+    config["keys"]["steps"] = 2
+    (half / "config.json").write_text(json.dumps(config))
+    refused = nursery.run("resume", str(half))
+    (error,) = refused.events()
+    assert refused.code == 2 and error["message"] == "config.json says steps=2, and 3 are done"
+
+
 # ------------------------------------------------------------------------------------ finished, held, refused
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from croze.errors import InfraFault
 from croze.trace.metrics import JsonLines, read_jsonl
 
 _value = st.recursive(
@@ -79,3 +80,10 @@ def test_a_long_cut_line_is_taken_out(tmp_path):
 
 def test_no_file_has_no_records(tmp_path):
     assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_what_cannot_be_opened_is_named(tmp_path):
+    (tmp_path / "faults.jsonl").mkdir()
+    with pytest.raises(InfraFault, match="cannot be opened: Is a directory") as caught:
+        JsonLines(tmp_path / "faults.jsonl")
+    assert caught.value.where == str(tmp_path / "faults.jsonl") and caught.value.fix

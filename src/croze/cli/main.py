@@ -53,16 +53,13 @@ def main(words: Sequence[str] | None = None) -> int:
             code = _dispatch(words, output)
             output.flush()
             return code
-        except CrozeError as error:
+        except (CrozeError, KeyboardInterrupt) as error:
             if program:
                 _hear_no_more()
+            if isinstance(error, KeyboardInterrupt):
+                where = " ".join(["croze", *words[:1]])
+                error = Interrupted("stopped from outside", where=where, fix="give the command again")
             return _report(error, output)
-        except KeyboardInterrupt:
-            if program:
-                _hear_no_more()
-            verb = " ".join(words[:1])
-            stop = Interrupted("stopped from outside", where=f"croze {verb}", fix=f"croze {verb} begins anew")
-            return _report(stop, output)
         except BrokenPipeError:  # whoever read our output went away
             return Interrupted.exit_code
         except (

@@ -146,8 +146,9 @@ class Checkpoints:
             if isinstance(found, Checkpoint):
                 return found, broken
             broken.append(found)
-        if any(one.whole for one in broken):
-            ahead, last = next(one for one in broken if one.whole), max(committed or {}, default=0)
+        ahead = next((one for one in broken if one.whole), None)
+        if ahead is not None:
+            last = max(committed or {}, default=0)
             raise InfraFault(
                 f"{ahead.path.name} is whole, and the ledger ends at step {last}: part of it is lost",
                 where=str(self.folder),

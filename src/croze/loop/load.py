@@ -9,7 +9,7 @@ import sys
 import traceback
 import typing
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import msgspec
@@ -158,7 +158,7 @@ def _execute(file: Path) -> ModuleType:
         sys.path.insert(0, str(file.parent))
     words, sys.argv = sys.argv, [str(file)]  # as in the reward's process, which imports the file too
     try:
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        exec(_compiled(file), vars(module))
     except KeyboardInterrupt as error:
         raise Interrupted(
             "stopped while the task file was running", where=_place(file, error), fix=_IMPORTED
@@ -182,6 +182,14 @@ def _execute(file: Path) -> ModuleType:
     finally:
         sys.argv = words
     return module
+
+
+def _compiled(file: Path) -> CodeType:
+    """Raises SyntaxError for all that is no Python; early 3.11 has a ValueError for zero bytes."""
+    try:
+        return compile(file.read_bytes(), str(file), "exec")
+    except ValueError as error:
+        raise SyntaxError(str(error)) from None
 
 
 def _failed(file: Path, error: BaseException, module: ModuleType) -> DeclarationError:

@@ -6,7 +6,8 @@ second on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,38 +61,36 @@ def resume(
     be what it was, as its tasks must, unless ``changed``. Raises as ``train`` does, UsageError also where the
     folder holds no run, or another process holds it.
     """
-    path = Path(path)
-    try:
-        with RunFolder.open(path) as folder:
-            return _resume(folder, run, changed, on_event or _silent)
-    except (KeyboardInterrupt, Interrupted) as stop:
-        if isinstance(stop, Interrupted) and "croze resume" in (stop.fix or ""):
-            raise
-        raise Interrupted(
-            "stopped before it had gone on", where=str(path), fix=f"croze resume {path}"
-        ) from None
-
-
-def _resume(folder: RunFolder, run: Run | None, changed: bool, listen: OnEvent) -> Result:
-    run = load_declared(folder.path, run)
-    finished = _finished(run, folder)
-    if finished is not None:
-        listen({"event": "done", "run_dir": run.dir, "weights_id": finished.weights_id})
-        return finished
-    check_unchanged(folder, run, may_differ=changed)
-    return _training(run, folder, listen, resumed=True).run_to_end()
+    listen = on_event or _silent
+    with RunFolder.open(Path(path)) as folder:
+        with _nothing_lost(folder.path):
+            run = load_declared(folder.path, run)
+            finished = _finished(run, folder)
+            if finished is None:
+                check_unchanged(folder, run, may_differ=changed)
+        if finished is not None:
+            listen({"event": "done", "run_dir": run.dir, "weights_id": finished.weights_id})
+            return finished
+        return _training(run, folder, listen, resumed=True).run_to_end()
 
 
 def _training(run: Run, folder: RunFolder, listen: OnEvent, *, resumed: bool) -> Training:
-    """Check the declaration, and only then import what computes: seconds, in which an interrupt loses nothing."""
-    try:
+    """Check the declaration, and only then import what computes: seconds."""
+    with _nothing_lost(folder.path):
         declaration.check(run)
         from croze.loop.training import Training
 
         return Training(run, folder, listen, resumed=resumed)
-    except KeyboardInterrupt:
+
+
+@contextmanager
+def _nothing_lost(path: Path) -> Iterator[None]:
+    """What an interrupt cuts off here is only the beginning: the run goes on with a resume."""
+    try:
+        yield
+    except (KeyboardInterrupt, Interrupted):
         raise Interrupted(
-            "stopped before it had begun", where=run.dir, fix=f"croze resume {run.dir}"
+            "stopped before it had begun", where=str(path), fix=f"croze resume {path}"
         ) from None
 
 

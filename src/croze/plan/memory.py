@@ -64,10 +64,12 @@ def estimate(
     Takes seconds and some 100 MiB whatever the model. What cannot run (a prompt beyond the context, a rollout beyond
     the KV memory) is cut to what can. Raises ConfigError for a device that is not there.
     """
-    with contextlib.nullcontext(bare) if bare is not None else BareProcess() as process_alone:
+    with contextlib.ExitStack() as own:
+        if bare is None:
+            bare = own.enter_context(BareProcess())
         shape = _shape(run, arch, prompt_tokens, reply_tokens)
         device, found = phases(run, arch, shape)
-        process = _process(run, process_alone) if device == "cpu" else 0
+        process = _process(run, bare) if device == "cpu" else 0
     totals: dict[Phase, int] = {
         name: process + peak.nbytes + _holes(peak, device) for name, peak in found.items()
     }
