@@ -40,14 +40,28 @@ def acts(*names, reply="45"):
     return [rollout(reply, group=f"g{i}", behave=name) for i, name in enumerate(names)]
 
 
-def strays() -> list[str]:
+def children() -> list[str]:
+    """Live processes that this one started: "PID STATE WORDS"."""
     out = subprocess.run(
-        ["ps", "-eo", "ppid=,stat=,args="], capture_output=True, text=True, check=True
+        ["ps", "-eo", "ppid=,pid=,stat=,args="], capture_output=True, text=True, check=True
     ).stdout
-    mine = [
-        line for line in out.splitlines() if line.split()[0] == str(os.getpid()) and " ps -eo" not in line
-    ]
+    rows = [line.split(None, 1) for line in out.splitlines()]
+    mine = [row[1] for row in rows if row[0] == str(os.getpid()) and " ps -eo" not in row[1]]
     return [line for line in mine if not line.split()[1].startswith("Z")]
+
+
+_before: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def those_of_other_tests() -> None:
+    """Tests of other files that ran in this process may have started helpers that stay, as multiprocessing does."""
+    _before.clear()
+    _before.update(line.split()[0] for line in children())
+
+
+def strays() -> list[str]:
+    return [line for line in children() if line.split()[0] not in _before]
 
 
 @pytest.mark.parametrize("reward", [cases.right, cases.right_later])

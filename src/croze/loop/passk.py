@@ -41,7 +41,7 @@ def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float =
     effective sample size of Korn and Graubard 1998), at Student's t since tasks may be few. At most all
     samples count as trials; at a rate of 0 or 1, where no variance is seen, only the tasks do.
     """
-    from scipy import stats
+    from scipy.special import ndtri, stdtrit  # quantiles; scipy.stats would take 46 MiB more
 
     if not counts:
         raise ValueError("pass@k of no tasks")
@@ -51,7 +51,7 @@ def summarize(counts: Sequence[tuple[int, int]], k: int = 1, confidence: float =
     trials = _effective_trials(values, mean, samples)
     spread = tasks > 1 and 0.0 < mean < 1.0
     tail = 0.5 + confidence / 2
-    z = float(stats.t.ppf(tail, tasks - 1) if spread else stats.norm.ppf(tail))
+    z = float(stdtrit(tasks - 1, tail) if spread else ndtri(tail))
     low, high = wilson(mean, trials, z)
     return PassK(k=k, estimate=mean, low=low, high=high, tasks=tasks, samples=samples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -63,7 +64,9 @@ _measured: dict[tuple[str, ...], int] = {}
 def main(words: list[str]) -> None:
     """Import what training imports, load the tokenizer of the model folder named, print the resident bytes."""
     from croze.models.tokenizer import load_tokenizer
-    from croze.train import trainer  # noqa: F401
+
+    for name in ("croze.train.trainer", "torch.fx.experimental.symbolic_shapes", "scipy.special"):
+        importlib.import_module(name)  # the latter two at the first backward pass, and the first evaluation
 
     if words:
         load_tokenizer(ModelFiles(name="", path=Path(words[0]), source=""))
